@@ -1,0 +1,180 @@
+"""A deterministic engine without weights: one number a model stands for all of them.
+
+Owns the arithmetic that the tests compute by hand. Does not check its input: the core must.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from verl_tinker.core.errors import EngineError
+from verl_tinker.core.types import (
+    EMPTY_CELL,
+    BaseModelInfo,
+    ForwardBackwardResult,
+    ModelInfo,
+    SampledSequence,
+    SampleResult,
+    TopK,
+)
+
+BASE = "fake/tied"
+UNTIED = "fake/untied"
+VOCAB, CONTEXT = 1000, 64
+START_PHASE = "loading fake weights"
+
+
+@dataclass
+class _Model:
+    spec: object
+    weight: float = 0.0
+    gradient: float = 0.0
+    moment: float = 0.0
+
+
+class FakeEngine:
+    """logprob(target) = weight - 1 - target / 1000, so d(sum of weights * logprobs)/d(weight) is sum(weights).
+
+    A step adds learning_rate * (sum + moment), and the moment then is that sum. A sampled token is 100 plus the
+    version's weight in thousandths; its log-probability is the weight minus 0.5.
+    """
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+        self.fail: dict[str, Exception] = {}
+        self.hold: set[str] = set()
+        self.running: set[str] = set()
+        self.overlapped = False
+        self.models: dict[str, _Model] = {}
+        self.versions: dict[int, float] = {0: 0.0}
+        self.samples_at_once = self.most_samples_at_once = 0
+
+    async def start(self, report):
+        report(START_PHASE)
+        await self._hook("start")
+
+    async def close(self):
+        self.calls.append(("close",))
+
+    def base_models(self):
+        return [
+            BaseModelInfo(BASE, CONTEXT, VOCAB, tied_embeddings=True, trainable=True, sampleable=True),
+            BaseModelInfo(UNTIED, CONTEXT, VOCAB, tied_embeddings=False, trainable=True, sampleable=True),
+        ]
+
+    async def create_model(self, model_id, spec):
+        await self._train("create_model", model_id, spec)
+        notes = []
+        if spec.base_model == BASE and spec.lora and spec.lora.train_unembed:
+            spec = replace(spec, lora=replace(spec.lora, train_unembed=False))
+            notes.append("train_unembed is not applied: tied embeddings")
+        self.models[model_id] = _Model(spec)
+        return ModelInfo(spec, notes)
+
+    async def drop_model(self, model_id):
+        await self._train("drop_model", model_id)
+        del self.models[model_id]
+
+    async def forward_backward(self, model_id, data, loss_fn, config, backward):
+        await self._train("forward_backward", model_id, len(data), loss_fn, config, backward)
+        model = self.models[model_id]
+        logprobs = [(model.weight - 1 - d.inputs["target_tokens"] / 1000).astype(np.float32) for d in data]
+        coefficients = [d.inputs["weights" if loss_fn == "cross_entropy" else "advantages"] for d in data]
+        if backward:
+            model.gradient += float(sum(c.sum() for c in coefficients))
+        loss = -sum(float((c * lp).sum()) for c, lp in zip(coefficients, logprobs, strict=True))
+        return ForwardBackwardResult(logprobs, {"loss:sum": loss, "clock_cycle:unique": float(len(self.calls))})
+
+    async def optim_step(self, model_id, adam):
+        await self._train("optim_step", model_id, adam)
+        model = self.models[model_id]
+        model.weight += adam.learning_rate * (model.gradient + model.moment)
+        norm, model.moment, model.gradient = abs(model.gradient), model.gradient, 0.0
+        return {"grad_norm": norm if norm < 1e6 else float("nan")}
+
+    async def save_state(self, model_id, folder):
+        await self._train("save_state", model_id)
+        model = self.models[model_id]
+        (folder / "state.json").write_text(json.dumps([model.weight, model.moment]))
+
+    async def load_state(self, model_id, folder, optimizer):
+        await self._train("load_state", model_id, optimizer)
+        model = self.models[model_id]
+        model.weight, moment = json.loads((folder / "state.json").read_text())
+        model.moment, model.gradient = (moment if optimizer else 0.0), 0.0
+
+    async def export_sampler(self, model_id, folder):
+        await self._train("export_sampler", model_id)
+        (folder / "sampler.json").write_text(json.dumps(self.models[model_id].weight))
+
+    async def load_version(self, version, base_model, folder):
+        await self._hook("load_version")
+        self.calls.append(("load_version", version))
+        assert version not in self.versions
+        self.versions[version] = json.loads((Path(folder) / "sampler.json").read_text())
+
+    async def retire_version(self, version):
+        self.calls.append(("retire_version", version))
+        del self.versions[version]
+
+    async def sample(self, base_model, version, request):
+        self.samples_at_once += 1
+        self.most_samples_at_once = max(self.most_samples_at_once, self.samples_at_once)
+        try:
+            await self._hook("sample")
+            return self._sampled(version, request)
+        finally:
+            self.samples_at_once -= 1
+
+    async def check(self):
+        if "check" in self.fail:
+            raise EngineError("fake worker 0 does not answer")
+
+    def _sampled(self, version, request):
+        weight, length = self.versions[version], request.params.max_tokens
+        token, n = 100 + round(weight * 1000), len(request.prompt)
+        sequence = SampledSequence(
+            np.full(length, token, np.int32),
+            np.full(length, weight - 0.5, np.float32),
+            "length",
+            _topk(length, request.topk_sample_logprobs) if request.topk_sample_logprobs else None,
+        )
+        scores = (weight - 1 - request.prompt / 1000).astype(np.float32)
+        scores[0] = np.nan
+        topk = None
+        if request.topk_prompt_logprobs:
+            topk = _topk(n, request.topk_prompt_logprobs)
+            topk.ids[0], topk.logprobs[0] = 0, EMPTY_CELL
+        return SampleResult(
+            [sequence] * request.num_samples, version, scores if request.prompt_logprobs else None, topk
+        )
+
+    async def _train(self, name, *facts):
+        self.overlapped = self.overlapped or bool(self.running)
+        self.running.add(name)
+        try:
+            await self._hook(name)
+        finally:
+            self.running.discard(name)
+        self.calls.append((name, *facts))
+
+    async def _hook(self, name):
+        """Wait while a test holds this call, then fail if the test says so (once)."""
+        await asyncio.sleep(0)
+        while name in self.hold:
+            await asyncio.sleep(0.005)
+        if name in self.fail:
+            raise self.fail.pop(name)
+
+    def names(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+
+def _topk(n: int, k: int) -> TopK:
+    ids = np.tile(np.arange(1, k + 1, dtype=np.int32), (n, 1))
+    return TopK(ids, -ids.astype(np.float32))

@@ -1,0 +1,69 @@
+"""A real HTTP server around the fake engine, in a thread of the test process.
+
+Owns start and stop. Does not judge answers: tests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import httpx
+import uvicorn
+from fake_engine import FakeEngine
+
+from verl_tinker.api.app import create_app
+from verl_tinker.core.service import Service
+
+
+class TestServer:
+    """`url` is the base URL, `engine` the fake, `service` the core behind the server."""
+
+    __test__ = False
+
+    def __init__(self, checkpoint_dir, *, ready: bool = True, allow_shutdown: bool = True, poll_seconds=25.0, **options):
+        self.engine = FakeEngine()
+        if not ready:
+            self.engine.hold.add("start")
+        self._checkpoint_dir, self._options = checkpoint_dir, options
+        self._app_options = {"allow_shutdown": allow_shutdown, "poll_seconds": poll_seconds}
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.shutdown_asked = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        wait_until(lambda: hasattr(self, "service") and self._http is not None and self._http.started)
+        if ready:
+            wait_until(lambda: self.service.health.status == "ok")
+
+    async def _serve(self) -> None:
+        self._http = None
+        self.service = Service(self.engine, self._checkpoint_dir, **self._options)
+        app = create_app(self.service, on_shutdown=self.shutdown_asked.set, **self._app_options)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=90)
+        self._http = uvicorn.Server(config)
+        self.loop = asyncio.get_running_loop()
+        starting = asyncio.create_task(self.service.start())
+        await self._http.serve([self._socket])
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+
+    def stop(self) -> None:
+        self.engine.hold.clear()
+        with contextlib.suppress(RuntimeError):
+            asyncio.run_coroutine_threadsafe(self.service.close(), self.loop).result(5)
+        self._http.should_exit = True
+        self._thread.join(10)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=f"{self.url}/api/v1", timeout=30, headers={"X-API-Key": "tml-test"})
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.01)

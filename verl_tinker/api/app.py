@@ -1,0 +1,63 @@
+"""The FastAPI app: the routers under /api/v1 around one service.
+
+Owns the assembly. Does not start the engine or the process: `verl_tinker.start` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+
+from verl_tinker.api import (
+    errors,
+    routes_catalog,
+    routes_futures,
+    routes_server,
+    routes_sessions,
+    routes_training,
+)
+from verl_tinker.core.service import Service
+
+
+def create_app(
+    service: Service,
+    *,
+    allow_shutdown: bool = False,
+    on_shutdown: Callable[[], Awaitable[None] | None] = lambda: None,
+    poll_seconds: float = routes_futures.POLL_SECONDS,
+) -> FastAPI:
+    """The app can serve before the engine is ready: it answers health checks, and 503 to the rest.
+
+    The app's own shutdown closes the service. Long polls hold connections open until their futures end, so
+    whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
+    """
+    app = FastAPI(title="verl-tinker", lifespan=_lifespan, openapi_url=None)
+    app.state.service = service
+    app.state.allow_shutdown = allow_shutdown
+    app.state.on_shutdown = on_shutdown
+    app.state.poll_seconds = poll_seconds
+    # Two at once keep the memory of hostile or merely big bodies within bounds.
+    app.state.decompressing = asyncio.Semaphore(2)
+    api = APIRouter(prefix="/api/v1")
+    for router in (
+        routes_server.open_router,
+        routes_futures.open_router,
+        routes_server.router,
+        routes_sessions.router,
+        routes_training.router,
+        routes_futures.router,
+        routes_catalog.router,
+    ):
+        api.include_router(router)
+    app.include_router(api)
+    errors.install(app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    await app.state.service.close()

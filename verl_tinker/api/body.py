@@ -1,0 +1,94 @@
+"""Request bodies: read within bounds, decompressed within bounds, parsed off the event loop.
+
+Owns the size limits. Does not know what a body means: `wire` and `proto` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import zstandard
+from fastapi import Depends, HTTPException, Request
+from pydantic import BaseModel, ValidationError
+
+MAX_BODY = 64 << 20
+_MAX_WINDOW = 16 << 20
+_STEP = 1 << 20
+_BIG = 64 << 10
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body as the client meant it. At most two bodies a process are decompressed at the same time."""
+    raw = await _read_raw(request)
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding in ("identity", ""):
+        return raw
+    if encoding != "zstd":
+        raise HTTPException(415, f"content-encoding {encoding!r} is not supported; send zstd or none")
+    async with request.app.state.decompressing:
+        return await asyncio.to_thread(decompress, raw)
+
+
+def json_body(model: type[Model]) -> Any:
+    """A route parameter: the JSON body as `model`, unknown fields ignored, 422 with the fields that are wrong."""
+
+    async def parse(request: Request) -> Model:
+        return await read_json(request, model)
+
+    return Depends(parse)
+
+
+async def read_json(request: Request, model: type[Model]) -> Model:
+    raw = await read_body(request)
+    try:
+        if len(raw) > _BIG:
+            return await asyncio.to_thread(model.model_validate_json, raw)
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise HTTPException(422, _describe(error)) from None
+
+
+def decompress(raw: bytes, limit: int = MAX_BODY) -> bytes:
+    """Decompress a zstd frame to at most `limit` bytes; the limit holds whatever the frame claims of itself."""
+    try:
+        claimed = zstandard.frame_content_size(raw)
+        if claimed > limit:
+            raise _too_large(limit)
+        parts, size = [], 0
+        reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(raw)
+        while part := reader.read(_STEP):
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+    except zstandard.ZstdError as error:
+        raise HTTPException(400, f"body is not a valid zstd frame: {error}") from None
+    if claimed >= 0 and size != claimed:
+        raise HTTPException(400, f"body is a truncated zstd frame: {size} of {claimed} bytes")
+    return b"".join(parts)
+
+
+async def _read_raw(request: Request) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_BODY:
+        raise _too_large(MAX_BODY)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY:
+            raise _too_large(MAX_BODY)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> HTTPException:
+    return HTTPException(413, f"body is larger than {limit} bytes; send fewer or shorter datums in one request")
+
+
+def _describe(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    lines = [f"{'.'.join(str(part) for part in p['loc']) or 'body'}: {p['msg']}" for p in problems[:10]]
+    return "; ".join(lines)

@@ -1,0 +1,117 @@
+"""The protobuf side of the wire: forward_backward requests in, training and sampling results out.
+
+Owns the byte layouts. Does not judge content beyond what it takes to read it.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as pb
+
+from verl_tinker.api.tensors import dense, densify, from_bytes, join_tokens
+from verl_tinker.core.errors import UserError
+from verl_tinker.core.types import Datum, ForwardBackwardResult, SampledSequence, SampleResult, TopK
+
+_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_DTYPES = {pb.DTYPE_FLOAT32: _FLOAT32, pb.DTYPE_INT64: _INT64, pb.DTYPE_INT32: _INT32}
+_STOP = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+
+
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message, or ValueError when the bytes are not one."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"body is not a ForwardBackwardRequest: {error}") from None
+    if not message.model_id:
+        raise ValueError("model_id is missing")
+    return message
+
+
+def decode_batch(message: pb.ForwardBackwardRequest) -> tuple[list[Datum], dict[str, float | str]]:
+    """The datums and the loss settings; UserError names what cannot be read."""
+    data = [_decode_datum(datum, f"data[{i}]") for i, datum in enumerate(message.data)]
+    if message.loss_fn_config_v2:
+        settings = {key: getattr(v, v.WhichOneof("value") or "number") for key, v in message.loss_fn_config_v2.items()}
+    else:
+        settings = dict(message.loss_fn_config)
+    return data, settings
+
+
+def encode_forward_backward(result: ForwardBackwardResult) -> bytes:
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=result.metrics)
+    # A record holds one trailing shape, so a change from [N] to [N, K] begins a new record.
+    for trailing, arrays in groupby(result.logprobs, key=lambda array: array.shape[1:]):
+        _add_record(message, list(trailing), list(arrays))
+    return message.SerializeToString()
+
+
+def encode_sample(result: SampleResult) -> bytes:
+    message = pb.SampleResponse(prompt_cache_hit_tokens=result.cache_hit_tokens)
+    for sequence in result.sequences:
+        _add_sequence(message, sequence)
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = result.prompt_logprobs.astype(_FLOAT32).tobytes()
+    if result.topk_prompt is not None:
+        _fill_topk(message.topk_prompt_logprobs, result.topk_prompt)
+    return message.SerializeToString()
+
+
+def _decode_datum(datum: pb.Datum, where: str) -> Datum:
+    chunks = ((chunk.WhichOneof("chunk") or "empty", chunk) for chunk in datum.model_input)
+    tokens = join_tokens(
+        (
+            (kind, from_bytes(c.encoded_text.tokens, _INT32, f"{where}.model_input") if kind == "encoded_text" else None)
+            for kind, c in chunks
+        ),
+        f"{where}.model_input",
+    )
+    inputs = {
+        name: _decode_tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]")
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
+    return Datum(tokens, inputs)
+
+
+def _decode_tensor(tensor: pb.Tensor, where: str) -> np.ndarray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise UserError(f"{where} has dtype {tensor.dtype}; send float32 or int64")
+    shape = list(tensor.shape)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        csr = tensor.sparse_csr
+        values = from_bytes(csr.values, dtype, where)
+        crow, col = (from_bytes(part, _INT64, where) for part in (csr.crow_indices, csr.col_indices))
+        return densify(values, crow, col, shape, where)
+    return dense(from_bytes(tensor.dense, dtype, where), shape, where)
+
+
+def _add_record(message: pb.ForwardBackwardOutput, trailing: list[int], arrays: list[np.ndarray]) -> None:
+    record = message.loss_fn_outputs.add(num_datums=len(arrays))
+    blobs = [array.astype(_FLOAT32).tobytes() for array in arrays]
+    offsets = np.cumsum([0, *(len(blob) for blob in blobs)], dtype=_INT64)
+    tensor = record.fields["logprobs"]
+    tensor.data = b"".join(blobs)
+    tensor.offsets = offsets.tobytes()
+    tensor.dtype = pb.DTYPE_FLOAT32
+    tensor.trailing_shape.extend(trailing)
+
+
+def _add_sequence(message: pb.SampleResponse, sequence: SampledSequence) -> None:
+    added = message.sequences.add(
+        stop_reason=_STOP[sequence.stop_reason],
+        tokens=sequence.tokens.astype(_INT32).tobytes(),
+        logprobs=sequence.logprobs.astype(_FLOAT32).tobytes(),
+    )
+    if sequence.topk is not None:
+        _fill_topk(added.topk_sampled_logprobs, sequence.topk)
+
+
+def _fill_topk(message: pb.TopkLogprobs, topk: TopK) -> None:
+    message.length, message.k = topk.ids.shape
+    message.token_ids = topk.ids.astype(_INT32).tobytes()
+    message.logprobs = topk.logprobs.astype(_FLOAT32).tobytes()

@@ -1,0 +1,89 @@
+"""Settled futures as HTTP answers, protobuf where the client accepts it, else JSON.
+
+Owns the shapes of results. Does not wait for them: `verl_tinker.api.routes_futures` does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from verl_tinker.api import proto
+from verl_tinker.core.futures import Future
+from verl_tinker.core.types import EMPTY_CELL, ForwardBackwardResult, SampleResult, TopK
+
+PROTOBUF = "application/x-protobuf"
+
+
+def answer(future: Future, accept: str) -> Response:
+    if future.error is not None:
+        return JSONResponse({"error": str(future.error), "category": future.error.category})
+    result = future.result
+    binary = PROTOBUF in accept
+    if isinstance(result, ForwardBackwardResult):
+        if binary:
+            return Response(proto.encode_forward_backward(result), media_type=PROTOBUF)
+        return JSONResponse(_forward_backward(result))
+    if isinstance(result, SampleResult):
+        if binary:
+            return Response(proto.encode_sample(result), media_type=PROTOBUF)
+        return JSONResponse(_sample(result))
+    return JSONResponse({**result, "type": future.kind, **_metrics(result)})
+
+
+def not_yet(future: Future) -> JSONResponse:
+    """408 makes the SDK poll again at once without a word; the body tells it that work goes on."""
+    return JSONResponse({"type": "try_again", "request_id": future.request_id, "queue_state": "active"}, 408)
+
+
+def _metrics(result: dict) -> dict:
+    return {"metrics": _numbers(result["metrics"])} if "metrics" in result else {}
+
+
+def _numbers(metrics: dict[str, float]) -> dict[str, Any]:
+    """Strict JSON has no NaN; its name as text is read as the number by the client."""
+    return {key: float(v) if math.isfinite(v) else str(float(v)) for key, v in metrics.items()}
+
+
+def _forward_backward(result: ForwardBackwardResult) -> dict:
+    outputs = [
+        {"logprobs": {"data": _floats(array.ravel()), "dtype": "float32", "shape": list(array.shape)}}
+        for array in result.logprobs
+    ]
+    return {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": outputs,
+        "metrics": _numbers(result.metrics),
+    }
+
+
+def _sample(result: SampleResult) -> dict:
+    body: dict[str, Any] = {
+        "type": "sample",
+        "sequences": [
+            {"stop_reason": s.stop_reason, "tokens": s.tokens.tolist(), "logprobs": _floats(s.logprobs)}
+            for s in result.sequences
+        ],
+        "prompt_cache_hit_tokens": result.cache_hit_tokens,
+    }
+    if result.prompt_logprobs is not None:
+        body["prompt_logprobs"] = _floats(result.prompt_logprobs)
+    if result.topk_prompt is not None:
+        body["topk_prompt_logprobs"] = _rows(result.topk_prompt)
+    return body
+
+
+def _rows(topk: TopK) -> list:
+    rows = []
+    for ids, logprobs in zip(topk.ids.tolist(), topk.logprobs.tolist(), strict=True):
+        cells = [[i, p] for i, p in zip(ids, logprobs, strict=True) if p > EMPTY_CELL]
+        rows.append(cells or None)
+    return rows
+
+
+def _floats(values: np.ndarray) -> list[float | None]:
+    return [float(v) if math.isfinite(v) else None for v in values]

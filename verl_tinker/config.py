@@ -1,0 +1,412 @@
+"""Presets: found, merged with verl's own defaults and with overrides, checked, and handed on as one typed Config.
+
+Owns the keys that are ours and their defaults. Does not start anything, and does not import verl until asked to
+build verl's own objects (`Config.check_verl`).
+
+    python -m verl_tinker.config --config configs/quick_start/cpu.yaml --set server.port=8001
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from verl_tinker import schema
+from verl_tinker.models import ModelMap, default_cache_dir
+from verl_tinker.schema import ConfigError
+
+ENVIRONMENT = {
+    "TINKER_SERVER_MODEL_NAME": "server.model_name",
+    "TINKER_SERVER_MODEL_PATH": "server.model_path",
+    "TINKER_SERVER_HOST": "server.host",
+    "TINKER_SERVER_PORT": "server.port",
+    "TINKER_SERVER_MAX_RUNTIME": "server.server_max_runtime",
+    "TINKER_SERVER_MAX_CONCURRENT_SAMPLES": "server.max_concurrent_samples",
+    "TINKER_SERVER_N_GPUS_PER_NODE": "trainer.n_gpus_per_node",
+    "TINKER_CHECKPOINT_DIR": "server.checkpoint_dir",
+    "RAY_ADDRESS": "server.ray_address",
+}
+# verl composes its defaults by engine; these are the names of that choice and of the engine's section in `actor`.
+ENGINES = {
+    "fsdp": ("dp", "fsdp_config"),
+    "fsdp2": ("dp", "fsdp_config"),
+    "veomni": ("veomni", "veomni"),
+    "megatron": ("megatron", "megatron"),
+}
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """`model_path` is a folder, a hub name or a bundled model; without it `actor_rollout_ref.model.path` or the
+    public name counts. `model_aliases` gives further public names, each with a path in the same sense.
+    """
+
+    model_name: str
+    model_path: str | None = None
+    model_aliases: dict[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ray_address: str | None = None
+    # A folder of the user's own: checkpoints outlive the server, wherever it is started from, and no clean-up of
+    # /tmp or of a checkout takes them away.
+    checkpoint_dir: str = "~/.local/share/verl-tinker/checkpoints"
+    cache_dir: str | None = None
+    server_max_runtime: float | None = None
+    max_concurrent_samples: int = 256
+    max_training_runs: int = 1
+    session_timeout_s: float = 900.0
+    keep_versions: int = 8
+    allow_shutdown: Literal["auto", True, False] = "auto"
+    enable_offload: bool | None = None
+    auto_merge_verl_default_config: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(self, "server", max_concurrent_samples=1, max_training_runs=1, keep_versions=1, port=0)
+        if self.port > 65535:
+            raise ConfigError(f"server.port is {self.port}; it must be at most 65535")
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """How runs train. `auto` lets the first run decide; an adapter of rank r is scaled by `lora_alpha / r`."""
+
+    mode: Literal["auto", "lora", "full"] = "auto"
+    lora_alpha: float = 32.0
+    max_lora_rank: int = 128
+
+    def __post_init__(self) -> None:
+        _at_least(self, "actor", max_lora_rank=1)
+
+
+@dataclass(frozen=True)
+class CpuConfig:
+    """Shares of a machine without a GPU: the sampler's key-value cache, and the threads of each worker."""
+
+    kv_cache_gb: int = 1
+    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+
+    def __post_init__(self) -> None:
+        _at_least(self, "cpu", kv_cache_gb=1, threads=1)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The shape of the worker group; without a GPU `n_gpus_per_node` counts worker processes."""
+
+    nnodes: int = 1
+    n_gpus_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(self, "trainer", nnodes=1, n_gpus_per_node=1)
+
+
+OURS = {"server": ServerConfig, "actor": ActorConfig, "cpu": CpuConfig, "trainer": TrainerConfig}
+SECTIONS = {"device": 'Literal["auto", "cpu", "cuda"]', **{name: "dict" for name in OURS}, "actor_rollout_ref": "dict"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked preset. `actor_rollout_ref` is verl's section, an OmegaConf tree with nothing left to resolve."""
+
+    source: str
+    device: Literal["cpu", "cuda"]
+    server: ServerConfig
+    actor: ActorConfig
+    cpu: CpuConfig
+    trainer: TrainerConfig
+    actor_rollout_ref: Any
+    has_ref: bool
+
+    @property
+    def has_rollout(self) -> bool:
+        from omegaconf import OmegaConf
+
+        rollout = self.actor_rollout_ref.rollout
+        return not OmegaConf.is_missing(rollout, "name") and rollout.name is not None
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence in tokens; a model whose own limit is lower lowers it."""
+        limit = self.actor_rollout_ref.rollout.max_model_len if self.has_rollout else None
+        return int(limit or self.token_budget)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a micro batch holds at most, over the ranks that share a sequence."""
+        actor = self.actor_rollout_ref.actor
+        return int(actor.ppo_max_token_len_per_gpu) * int(actor.get("ulysses_sequence_parallel_size") or 1)
+
+    @property
+    def models(self) -> ModelMap:
+        """Every public name, the trained one first, with the path, hub name or bundled name of its weights."""
+        return ModelMap({self.server.model_name: self.actor_rollout_ref.model.path, **self.server.model_aliases})
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return Path(self.server.checkpoint_dir).expanduser().absolute()
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.server.cache_dir).expanduser() if self.server.cache_dir else default_cache_dir()
+
+    @property
+    def allow_shutdown(self) -> bool:
+        setting = self.server.allow_shutdown
+        return self.server.host in ("127.0.0.1", "::1", "localhost") if setting == "auto" else setting
+
+    def to_yaml(self) -> str:
+        """The whole result as a preset, which loads to the same Config."""
+        from omegaconf import OmegaConf
+
+        tree = {"device": self.device} | {name: asdict(getattr(self, name)) for name in OURS}
+        tree["actor_rollout_ref"] = OmegaConf.to_container(self.actor_rollout_ref, throw_on_missing=False)
+        tree["actor_rollout_ref"]["ref"]["enable"] = self.has_ref
+        return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+    def check_verl(self) -> None:
+        """Build verl's own objects of the preset, which runs verl's own checks; imports verl and takes seconds."""
+        from verl.utils.config import omega_conf_to_dataclass
+
+        parts = ["actor", *(["rollout"] if self.has_rollout else []), *(["ref"] if self.has_ref else [])]
+        for part in parts:
+            try:
+                omega_conf_to_dataclass(self.actor_rollout_ref[part])
+            except Exception as error:  # Hydra wraps whatever the dataclass raised: assertions, ValueError, TypeError.
+                reason = str(error.__cause__ or error).splitlines()[0]
+                raise ConfigError(f"{self.source}: verl refuses actor_rollout_ref.{part}: {reason}") from error
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+) -> Config:
+    """Read a preset; then the environment counts more than it, and `overrides` ("key=value") most of all.
+
+    Without `path`: the CPU preset where there is no GPU, else actor_rollout.
+    """
+    if path is None:
+        path = "configs/quick_start/" + ("actor_rollout.yaml" if _has_gpu() else "cpu.yaml")
+    file = find_preset(path)
+    layers = [(str(path), _read(file))]
+    layers += [(name, _single(key, environ[name])) for name, key in ENVIRONMENT.items() if environ.get(name)]
+    layers += [(f"--set {text}", _split(text)) for text in overrides]
+    tree: dict[str, Any] = {}
+    for _, layer in layers:
+        tree = _merged(tree, layer)
+    defaults = _verl_defaults(_strategy(tree))
+    for label, layer in layers:
+        _labelled(label, _check_layer, layer, defaults)
+    return _labelled(str(path), _build, str(path), tree, defaults)
+
+
+def find_preset(path: str | Path) -> Path:
+    """Look from the current folder, then from the repository, then in the installed package."""
+    package = Path(__file__).resolve().parent
+    places = [Path.cwd(), package.parent, package]
+    for place in places:
+        if (place / Path(path).expanduser()).is_file():
+            return place / Path(path).expanduser()
+    known = sorted(str(f.relative_to(p)) for p in places[1:] for f in p.glob("configs/**/*.yaml"))
+    raise ConfigError(f"there is no preset {path}, neither from {Path.cwd()} nor among ours: {', '.join(known)}")
+
+
+def _build(source: str, tree: dict[str, Any], defaults: Any) -> Config:
+    sections = {name: _section(name, cls, tree.get(name) or {}) for name, cls in OURS.items()}
+    server, trainer = sections["server"], sections["trainer"]
+    verl = _merged({}, tree.get("actor_rollout_ref") or {})
+    has_ref = bool((verl.get("ref") or {}).pop("enable", False))
+    config = Config(
+        source=source,
+        device=_device(tree.get("device", "auto")),
+        **sections,
+        actor_rollout_ref=_resolved(verl, defaults, server, trainer, _strategy(tree)),
+        has_ref=has_ref,
+    )
+    _check_whole(config)
+    return config
+
+
+def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
+    needed = [f.name for f in fields(cls) if f.name == "model_name" and f.name not in values]
+    if needed:
+        raise ConfigError(f"{name}.{needed[0]} is missing; it is the name by which clients ask for the model")
+    return cls(**values)
+
+
+def _resolved(verl: dict[str, Any], defaults: Any, server: ServerConfig, trainer: TrainerConfig, strategy: str) -> Any:
+    """verl's section with everything filled in, as an OmegaConf tree."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = server.model_path or (verl.get("model") or {}).get("path") or server.model_name
+    verl = _merged(verl, {"model": {"path": path}})
+    if server.enable_offload is not None:
+        engine = {"param_offload": server.enable_offload, "optimizer_offload": server.enable_offload}
+        verl = _merged({"actor": {ENGINES[strategy][1]: engine}}, verl)
+    base = OmegaConf.create(OmegaConf.to_container(defaults))
+    if not server.auto_merge_verl_default_config:
+        base.actor_rollout_ref = {section: {} for section in ("actor", "rollout", "ref", "model")}
+    base = OmegaConf.merge(base, {"trainer": asdict(trainer)}, {"actor_rollout_ref": verl})
+    try:
+        return OmegaConf.create(OmegaConf.to_container(base.actor_rollout_ref, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+
+
+def _check_layer(layer: dict[str, Any], defaults: Any) -> None:
+    from omegaconf import OmegaConf
+
+    for key, value in layer.items():
+        if key in OURS:
+            schema.check_section(value, schema.annotations(OURS[key]), key)
+        elif key == "actor_rollout_ref":
+            known = OmegaConf.to_container(defaults.actor_rollout_ref)
+            known["ref"]["enable"] = False
+            schema.check_verl(value, known, key)
+        else:
+            schema.check_section({key: value}, SECTIONS, "")
+
+
+def _check_whole(config: Config) -> None:
+    """What no key shows by itself."""
+    verl, trainer = config.actor_rollout_ref, config.trainer
+    if config.device == "cpu" and verl.actor.strategy != "fsdp2":
+        raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; without a GPU it must be fsdp2")
+    if config.context_length > config.token_budget:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu is {config.token_budget}, less than "
+            f"actor_rollout_ref.rollout.max_model_len ({config.context_length}): what was sampled could not be trained on"
+        )
+    if config.has_rollout:
+        if verl.rollout.name != "vllm":
+            raise ConfigError(f"actor_rollout_ref.rollout.name is {verl.rollout.name}; this server samples with vllm")
+        world, share = trainer.nnodes * trainer.n_gpus_per_node, verl.rollout.get("tensor_model_parallel_size") or 1
+        if world % share:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size is {share}, which does not divide the {world} "
+                "workers of trainer.nnodes * trainer.n_gpus_per_node"
+            )
+
+
+def _verl_defaults(strategy: str) -> Any:
+    """verl's own default tree for the engine that trains."""
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(schema.verl_folder() / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer", overrides=[f"model_engine={ENGINES[strategy][0]}"])
+
+
+def _strategy(tree: Mapping[str, Any]) -> str:
+    here: Any = tree
+    for key in ("actor_rollout_ref", "actor", "strategy"):
+        here = here.get(key) if isinstance(here, Mapping) else None
+    if here is not None and here not in ENGINES:
+        raise ConfigError(f"actor_rollout_ref.actor.strategy is {here!r}; it must be one of {', '.join(ENGINES)}")
+    return here or "fsdp2"
+
+
+def _device(setting: str) -> Literal["cpu", "cuda"]:
+    return setting if setting != "auto" else "cuda" if _has_gpu() else "cpu"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(file))
+    except Exception as error:  # YAML's errors and OmegaConf's have no common type.
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} is not a preset: it must be sections of keys")
+    return tree
+
+
+def _split(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {text}: write key=value, as in --set server.port=8001")
+    return _single(key.strip(), value.strip())
+
+
+def _single(dotted: str, text: str) -> dict[str, Any]:
+    """`a.b` and the text of a value as a tree; the text is read as YAML, save where the key asks for text."""
+    section, _, key = dotted.partition(".")
+    is_text = section in OURS and schema.annotations(OURS[section]).get(key, "").startswith("str")
+    value = text if is_text else _parsed(text)
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value
+
+
+def _parsed(text: str) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]
+    except yaml.YAMLError:
+        return text
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, section by section; neither is changed."""
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else _merged({}, value) if isinstance(value, Mapping) else value
+    return result
+
+
+def _at_least(section: Any, name: str, **limits: int) -> None:
+    for key, limit in limits.items():
+        if getattr(section, key) < limit:
+            raise ConfigError(f"{name}.{key} is {getattr(section, key)}; it must be at least {limit}")
+
+
+def _labelled(label: str, function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every command with a preset shares."""
+    parser.add_argument("--config", metavar="FILE", help="a preset; by default the one that suits this machine")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="lay one value over the preset; may be repeated")
+
+
+def print_config(config: Config) -> None:
+    """Check the preset with verl's own classes too, then print it; starts nothing."""
+    if config.device == "cpu":
+        from verl_tinker.engine.cpu.environment import driver_environment
+
+        os.environ.update(driver_environment())
+    config.check_verl()
+    print(config.to_yaml(), end="")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl_tinker.config", description="Print the processed preset.")
+    add_arguments(parser)
+    parser.add_argument("--check", action="store_true", help="accepted for symmetry: checking is all this command does")
+    options = parser.parse_args(arguments)
+    try:
+        print_config(load_config(options.config, options.overrides))
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Order, identity, versions and futures in pure Python: no HTTP, no Ray, no torch, no verl."""

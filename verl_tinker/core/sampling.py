@@ -1,0 +1,145 @@
+"""Sampling: many requests at once, each from the one version its sampler stands for.
+
+Owns the bound on concurrent samples and their identities. Touches no training state and waits for no training step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+
+from verl_tinker.core.checkpoints import parse_path
+from verl_tinker.core.errors import EngineError, TinkerError, UserError
+from verl_tinker.core.futures import Future, FutureStore
+from verl_tinker.core.samplers import Sampler, SamplerTable
+from verl_tinker.core.sessions import SessionTable
+from verl_tinker.core.types import EMPTY_CELL, SampleRequest, SampleResult, TopK
+from verl_tinker.core.validate import find_model
+from verl_tinker.core.validate_sampling import MAX_SAMPLES, check_sample
+from verl_tinker.core.versions import VersionTable
+from verl_tinker.engine.base import Engine
+
+log = logging.getLogger(__name__)
+
+
+class Sampling:
+    """Answers each sample request at once with a future, and runs at most `max_concurrent` of them together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        futures: FutureStore,
+        sessions: SessionTable,
+        samplers: SamplerTable,
+        versions: VersionTable,
+        max_concurrent: int,
+    ):
+        self._engine = engine
+        self._futures = futures
+        self._sessions = sessions
+        self._samplers = samplers
+        self._versions = versions
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._accepted: OrderedDict[tuple[str, int], Future] = OrderedDict()
+        self._tasks: set[asyncio.Task] = set()
+
+    def create_session(
+        self, session_id: str, sampling_session_seq_id: int, base_model: str | None, model_path: str | None
+    ) -> Sampler:
+        """A sampler for a saved path or a base model; the same one for the same number."""
+        self._sessions.open(session_id)
+        sampler_id = f"{session_id}:sample:{sampling_session_seq_id}"
+        known = self._samplers.find(sampler_id)
+        if known:
+            return known
+        if not base_model and not model_path:
+            raise UserError("base_model and model_path are both missing; give one of them")
+        if model_path:
+            sampler = self._samplers.of_path(sampler_id, session_id, parse_path(model_path))
+        else:
+            sampler = Sampler(sampler_id, session_id, base_model)
+        model = find_model(self._engine.base_models(), sampler.base_model)
+        if not model.sampleable:
+            raise UserError(f"base_model {model.name!r} is served for training only, by this server's preset")
+        return self._samplers.add(sampler)
+
+    def submit(self, sampler_id: str, seq: int | None, sequences: int, request: SampleRequest | TinkerError) -> Future:
+        """Accept a request, or return the future of the one that already has this seq.
+
+        A request that cannot be read comes as its error. NotFound when the sampler is unknown.
+        """
+        sampler = self._samplers.get(sampler_id)
+        known = self._accepted.get((sampler_id, seq))
+        if known:
+            return known
+        future = self._futures.create("sample", sequences=min(max(sequences, 0), MAX_SAMPLES))
+        if seq is not None:
+            self._accepted[sampler_id, seq] = future
+            self._forget_dropped()
+        task = asyncio.get_running_loop().create_task(self._run(future, sampler, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return future
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _forget_dropped(self) -> None:
+        while self._accepted:
+            key, first = next(iter(self._accepted.items()))
+            if first.request_id in self._futures:
+                return
+            del self._accepted[key]
+
+    async def _run(self, future: Future, sampler: Sampler, request: SampleRequest | TinkerError) -> None:
+        try:
+            self._sessions.open(sampler.session_id)
+            if isinstance(request, TinkerError):
+                raise request
+            request = check_sample(request, find_model(self._engine.base_models(), sampler.base_model))
+            async with self._slots:
+                future.succeed(await self._sample(sampler, request))
+        except TinkerError as error:
+            future.fail(error)
+        except asyncio.CancelledError:
+            future.fail(EngineError("the server stopped while this sample ran"))
+            raise
+        except Exception as error:
+            log.exception("sample of %s failed", sampler.sampler_id)
+            future.fail(EngineError(f"sample failed inside the server: {type(error).__name__}: {error}"))
+
+    async def _sample(self, sampler: Sampler, request: SampleRequest) -> SampleResult:
+        version = await self._samplers.version(sampler)
+        if version is None:
+            return self._checked(await self._engine.sample(sampler.base_model, 0, request), 0, request)
+        async with self._versions.using(version):
+            result = await self._engine.sample(sampler.base_model, version.number, request)
+        return self._checked(result, version.number, request)
+
+    def _checked(self, result: SampleResult, number: int, request: SampleRequest) -> SampleResult:
+        if result.version != number:
+            raise EngineError(f"weights version {number} was asked for and version {result.version} answered; not returned")
+        if len(result.sequences) != request.num_samples:
+            raise EngineError(f"{request.num_samples} sequences were asked for and {len(result.sequences)} returned")
+        if request.prompt_logprobs_last_n is None:
+            return result
+        return _only_last(result, len(request.prompt) - request.prompt_logprobs_last_n)
+
+
+def _only_last(result: SampleResult, first: int) -> SampleResult:
+    """Blank the prompt positions before `first`: the client refuses an answer that shows them."""
+    logprobs, topk = result.prompt_logprobs, result.topk_prompt
+    if logprobs is not None:
+        logprobs = logprobs.astype(np.float32, copy=True)
+        logprobs[:first] = np.nan
+    if topk is not None:
+        topk = TopK(topk.ids.copy(), topk.logprobs.copy())
+        topk.ids[:first] = 0
+        topk.logprobs[:first] = EMPTY_CELL
+    return replace(result, prompt_logprobs=logprobs, topk_prompt=topk)

@@ -1,0 +1,133 @@
+"""Saving: checkpoints to resume from, weights to sample from, and unnamed snapshots.
+
+Owns what happens between a save command and its path or sampler. Does not write weights: the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, CheckpointStore, check_name, check_ttl
+from verl_tinker.core.errors import UserError
+from verl_tinker.core.futures import Future
+from verl_tinker.core.samplers import Sampler, SamplerTable
+from verl_tinker.core.sessions import Run
+from verl_tinker.core.training import Training
+from verl_tinker.core.versions import VersionTable
+from verl_tinker.engine.base import Engine
+
+
+class Saving:
+    """The save commands. They go through the run's queue, so what is saved is what the order says."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        training: Training,
+        checkpoints: CheckpointStore,
+        versions: VersionTable,
+        samplers: SamplerTable,
+    ):
+        self._engine = engine
+        self._training = training
+        self._checkpoints = checkpoints
+        self._versions = versions
+        self._samplers = samplers
+
+    def save_weights(
+        self,
+        model_id: str,
+        seq: int | None,
+        name: str,
+        overwrite: bool,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str],
+    ) -> Future:
+        async def save(run: Run) -> dict:
+            path = CheckpointPath(model_id, "weights", check_name(name))
+            await self._write(run, path, seq, overwrite, ttl_seconds, user_metadata, self._engine.save_state)
+            return {"path": str(path)}
+
+        return self._training.submit(model_id, seq, "save_weights", save)
+
+    def save_named_sampler(
+        self, model_id: str, seq: int | None, name: str, ttl_seconds: int | None, user_metadata: dict[str, str]
+    ) -> Future:
+        async def save(run: Run) -> dict:
+            path = CheckpointPath(model_id, "sampler_weights", check_name(name))
+            checkpoint = await self._write(
+                run, path, seq, False, ttl_seconds, user_metadata, self._engine.export_sampler
+            )
+            try:
+                await self._versions.load(
+                    run.spec.base_model, model_id, self._checkpoints.folder(path), checkpoint.uid
+                )
+            except BaseException:
+                # Weights that failed the check must not be found under a name later.
+                self._checkpoints.delete(path)
+                raise
+            return {"path": str(path)}
+
+        return self._training.submit(model_id, seq, "save_weights_for_sampler", save)
+
+    def save_snapshot(self, model_id: str, seq: int | None, sampling_session_seq_id: int, inflight: bool) -> Future:
+        async def save(run: Run) -> dict:
+            if inflight:
+                raise UserError("kind 'inflight' is not supported; use kind='snapshot', whose weights stay as saved")
+            sampler_id = f"{run.session.session_id}:sample:{sampling_session_seq_id}"
+            if self._samplers.find(sampler_id):
+                raise UserError(f"sampling_session_seq_id {sampling_session_seq_id} is taken by {sampler_id}")
+            folder = self._checkpoints.scratch()
+            async with _discarded_on_failure(folder):
+                await self._engine.export_sampler(model_id, folder)
+                version = await self._versions.load(run.spec.base_model, model_id, folder)
+            self._samplers.add(
+                Sampler(sampler_id, run.session.session_id, version.base_model, snapshot=version)
+            )
+            return {"sampling_session_id": sampler_id}
+
+        return self._training.submit(model_id, seq, "save_weights_for_sampler", save)
+
+    async def _write(
+        self,
+        run: Run,
+        path: CheckpointPath,
+        seq: int | None,
+        overwrite: bool,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str],
+        write: Callable[[str, Path], Awaitable[None]],
+    ) -> Checkpoint:
+        check_ttl(ttl_seconds)
+        self._checkpoints.admit(path, overwrite)
+        now = time.time()
+        checkpoint = Checkpoint(
+            uid=secrets.token_hex(8),
+            path=path,
+            spec=run.spec,
+            created=now,
+            seq=seq,
+            user_metadata=user_metadata,
+            ttl_seconds=ttl_seconds,
+            expires_at=None if ttl_seconds is None else now + ttl_seconds,
+        )
+        folder = self._checkpoints.scratch()
+        async with _discarded_on_failure(folder):
+            await write(run.run_id, folder)
+            return await asyncio.to_thread(self._checkpoints.publish, folder, checkpoint)
+
+
+@asynccontextmanager
+async def _discarded_on_failure(folder: Path) -> AsyncIterator[None]:
+    """Remove a half-made folder when what fills it fails."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,147 @@
+"""Sessions and training runs: who is here, who still shows life, and whose place may be taken.
+
+Owns liveness. Does not talk to the engine: `verl_tinker.core.training` does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from verl_tinker.core.errors import CapacityError, NotFound, UserError
+from verl_tinker.core.types import ModelSpec
+
+
+@dataclass
+class Session:
+    session_id: str
+    last_seen: float = field(default_factory=time.monotonic)
+    finished: str | None = None
+
+    def touch(self) -> None:
+        self.last_seen = time.monotonic()
+
+
+@dataclass
+class Run:
+    """A live training run. `spec` is what the engine made of the request; `notes` tell the difference."""
+
+    run_id: str
+    session: Session
+    spec: ModelSpec
+    notes: list[str]
+    user_metadata: dict[str, str]
+    created: float
+    last_request: float
+    has_gradient: bool = False
+
+
+class SessionTable:
+    """The sessions of this server's life. One is over when it finished or gave no sign for `timeout_s`."""
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self._sessions: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+
+    def create(self, idempotency_key: str | None) -> Session:
+        """A new session, or the one that the same key made: a client repeats a create whose answer was lost."""
+        known = self._by_key.get(idempotency_key) if idempotency_key else None
+        if known:
+            return known
+        session = Session(secrets.token_hex(8))
+        self._sessions[session.session_id] = session
+        if idempotency_key:
+            self._by_key[idempotency_key] = session
+        return session
+
+    def get(self, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NotFound(
+                f"session_id {session_id!r} is not known here; the server may have restarted since. "
+                "Create a new ServiceClient"
+            )
+        return session
+
+    def open(self, session_id: str) -> Session:
+        """A session that may still begin work."""
+        session = self.get(session_id)
+        if session.finished:
+            raise UserError(f"session {session_id} is finished ({session.finished}); create a new ServiceClient")
+        session.touch()
+        return session
+
+    def over(self, session: Session) -> bool:
+        return session.finished is not None or self.silence(session) > self.timeout_s
+
+    def silence(self, session: Session) -> float:
+        """Seconds since the session was last heard of."""
+        return time.monotonic() - session.last_seen
+
+
+class RunTable:
+    """The live runs, at most `max_runs`."""
+
+    def __init__(self, sessions: SessionTable, max_runs: int):
+        self._sessions = sessions
+        self._max_runs = max_runs
+        self._runs: dict[str, Run] = {}
+        self._dropped: dict[str, str] = {}
+
+    def get(self, run_id: str) -> Run:
+        run = self._runs.get(run_id)
+        if run is None:
+            raise self.absent(run_id)
+        return run
+
+    def absent(self, run_id: str) -> NotFound:
+        """The refusal of work on a run that is not live, with the reason."""
+        why = self._dropped.get(run_id, "it was never created here, its creation failed, or the server restarted")
+        return NotFound(
+            f"model_id {run_id!r} is not a live training run: {why}. Create a training client again; "
+            "create_training_client_from_state_with_optimizer resumes from a saved checkpoint"
+        )
+
+    def find(self, run_id: str) -> Run | None:
+        return self._runs.get(run_id)
+
+    def add(self, run: Run) -> None:
+        self._runs[run.run_id] = run
+
+    def remove(self, run: Run, reason: str) -> None:
+        self._runs.pop(run.run_id, None)
+        self._dropped[run.run_id] = reason
+
+    def all(self) -> list[Run]:
+        return list(self._runs.values())
+
+    def to_make_way(self) -> list[Run]:
+        """The runs that must be dropped before one more is created; CapacityError when too few may be."""
+        surplus = len(self._runs) + 1 - self._max_runs
+        if surplus <= 0:
+            return []
+        over = [run for run in self._runs.values() if self._sessions.over(run.session)]
+        if len(over) < surplus:
+            raise CapacityError(self._refusal())
+        return over[:surplus]
+
+    def why_over(self, run: Run) -> str:
+        session = run.session
+        if session.finished:
+            return f"its session finished ({session.finished}) and another run took its place"
+        return (
+            f"its session sent no heartbeat for {self._sessions.timeout_s:.0f} s and another run took its place"
+        )
+
+    def _refusal(self) -> str:
+        holders = "; ".join(
+            f"{run.run_id} (base model {run.spec.base_model}, last sign {self._sessions.silence(run.session):.0f} s ago)"
+            for run in self._runs.values()
+        )
+        number = "one training run" if self._max_runs == 1 else f"{self._max_runs} training runs"
+        return (
+            f"this server trains {number} at a time and the place is held by {holders}. End that client, which finishes "
+            f"its session, or wait: a session without heartbeat for {self._sessions.timeout_s:.0f} s makes room"
+        )

@@ -1,0 +1,149 @@
+"""The values that pass between HTTP, scheduler and engine: plain dataclasses over numpy arrays.
+
+Owns their shapes and units. Does not validate user input: `verl_tinker.core.validate` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One training sequence.
+
+    tokens: int32[N], the model input. inputs: the loss inputs by name, dense, float32 or int64, of shape
+    [N] or [N, K]; position i of the input predicts `target_tokens[i]`.
+    """
+
+    tokens: np.ndarray
+    inputs: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """The adapter that a client asks for. `seed` None means that the server picks one."""
+
+    rank: int = 32
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A training run's model: a public base model name and its adapter; `lora` None is full fine-tuning."""
+
+    base_model: str
+    lora: LoraSpec | None
+
+
+@dataclass(frozen=True)
+class BaseModelInfo:
+    """A base model that the engine serves under a public name. `max_context` is in tokens."""
+
+    name: str
+    max_context: int
+    vocab_size: int
+    tied_embeddings: bool
+    trainable: bool
+    sampleable: bool
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """The optimizer settings of one step; the clients own the schedule. `grad_clip_norm` 0 is no clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class ForwardBackwardResult:
+    """logprobs: one float32 array a datum, shaped like its target_tokens, in nats. metrics: `name:reduction`."""
+
+    logprobs: list[np.ndarray]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. `stop` None is the model's own end token; an empty list is no stop at all.
+
+    `max_tokens` None is up to the end of the context. `top_k` -1 and `top_p` 1 are off. Temperature 0 is greedy.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One prompt (int32[P]) sampled `num_samples` times.
+
+    `prompt_logprobs_last_n`: only these last positions are wanted; the service blanks the rest, an engine may
+    ignore it.
+    """
+
+    prompt: np.ndarray
+    num_samples: int
+    params: SamplingParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+EMPTY_CELL = -99999.0
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k likeliest tokens of n positions, best first: ids int32[n, k], logprobs float32[n, k] in nats.
+
+    An empty cell is id 0 with log-probability EMPTY_CELL.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """tokens: int32[T], the stop token or string included. logprobs: float32[T], of the distribution sampled from."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: Literal["stop", "length"]
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """prompt_logprobs: float32[P] at temperature 1, NaN at position 0. version: the weights that answered."""
+
+    sequences: list[SampledSequence]
+    version: int
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt: TopK | None = None
+    cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the engine made of a ModelSpec. `notes` tell each requested setting that it could not honour."""
+
+    spec: ModelSpec
+    notes: list[str] = field(default_factory=list)

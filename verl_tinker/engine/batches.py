@@ -1,0 +1,58 @@
+"""Turns datums into the jagged TensorDict that verl's workers take, and their output back.
+
+Owns the field names of a training batch. Does not know which loss reads which field: `losses` does.
+
+A datum's targets, weights and so on may be [N] or [N, K]; in the batch they are flat rows of N * K values,
+row-major, and `target_width` holds K.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_tinker.core.types import Datum
+from verl_tinker.engine.losses import FIELDS
+
+_PADDING = Datum(tokens=np.zeros(1, np.int32), inputs={"target_tokens": np.zeros(1, np.int64)})
+
+
+def make_batch(run_id: str, data: list[Datum], loss_fn: str, config: dict[str, float], dp_size: int) -> TensorDict:
+    """The batch of one forward_backward, padded with weightless datums to a multiple of `dp_size`."""
+    data = data + [_PADDING] * (-len(data) % dp_size)
+    fields = {"input_ids": [torch.from_numpy(np.asarray(d.tokens, np.int64)) for d in data]}
+    fields["position_ids"] = [torch.arange(len(d.tokens)) for d in data]
+    fields["targets"] = [torch.from_numpy(np.asarray(d.inputs["target_tokens"], np.int64).reshape(-1)) for d in data]
+    names = [f for f in FIELDS if any(f in d.inputs for d in data)]
+    for name in names:
+        fields[name] = [_flat_float(d, name) for d in data]
+    fields["loss_mask"] = [torch.ones(len(d.tokens)) for d in data]
+    tensors = {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in fields.items()}
+    widths = [d.inputs["target_tokens"].size // len(d.tokens) for d in data]
+    tensors["target_width"] = torch.tensor(widths)
+    settings = {
+        "run_id": run_id,
+        "loss_fn": loss_fn,
+        "loss_config": json.dumps(config),
+        "temperature": 1.0,
+    }
+    return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)
+
+
+def _flat_float(datum: Datum, name: str) -> torch.Tensor:
+    values = datum.inputs.get(name)
+    if values is None:
+        return torch.zeros(datum.inputs["target_tokens"].size)
+    return torch.from_numpy(np.asarray(values, np.float32).reshape(-1).copy())
+
+
+def read_logprobs(output: TensorDict, data: list[Datum]) -> list[np.ndarray]:
+    """float32 arrays shaped like each datum's target_tokens, in the order of `data`."""
+    rows = output["log_probs"].unbind()
+    return [
+        rows[i].float().numpy().reshape(np.shape(d.inputs["target_tokens"])).copy() for i, d in enumerate(data)
+    ]

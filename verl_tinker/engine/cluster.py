@@ -1,0 +1,56 @@
+"""Starts or joins Ray, and leaves it as it was found.
+
+Owns the Ray connection of this process. Does not place workers: `trainer` and `sampler_server` do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+
+import ray
+
+
+class Cluster:
+    """A Ray of our own on this machine (loopback, own folder), or one that RAY_ADDRESS names."""
+
+    def __init__(self, address: str | None, logical_cpus: int = 16):
+        self.address = address
+        self.logical_cpus = logical_cpus
+        self._folder: Path | None = None
+
+    def start(self) -> None:
+        if self.address:
+            ray.init(address=self.address, log_to_driver=False, configure_logging=False)
+            return
+        # Ray puts sockets below this folder, whose path may not exceed 107 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="vt-", dir="/tmp"))
+        # Without an explicit address Ray joins whatever cluster it finds on the host.
+        ray.init(
+            address="local",
+            num_cpus=self.logical_cpus,
+            include_dashboard=False,
+            _temp_dir=str(self._folder),
+            object_store_memory=512 * 2**20,
+            log_to_driver=os.environ.get("VERL_TINKER_WORKER_LOGS") == "1",
+            configure_logging=False,
+        )
+
+    def logs(self) -> str:
+        """Where the workers' logs are."""
+        return str((self._folder / "session_latest" / "logs") if self._folder else "the Ray cluster's log folder")
+
+    def rendezvous_file(self) -> str:
+        """A path that no worker group has used before."""
+        folder = self._folder or Path(tempfile.gettempdir())
+        return str(folder / f"rendezvous-{uuid.uuid4().hex}")
+
+    def stop(self) -> None:
+        if ray.is_initialized():
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None

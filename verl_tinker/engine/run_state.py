@@ -1,0 +1,112 @@
+"""What one training run owns inside a worker: trainable parameters, optimizer, accumulated gradient.
+
+Owns saving and loading of optimizer state, independent of the number of ranks. Does not run the model.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from verl_tinker.core.errors import EngineError
+from verl_tinker.engine.adapters import Adapter
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RunState:
+    """`adapter` None is full fine-tuning, whose parameters are the base's own."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter], adapter: Adapter | None):
+        self.parameters = parameters
+        self.adapter = adapter
+        self.optimizer = self._new_optimizer()
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        # Every field is set again at each step from the client's request.
+        return torch.optim.AdamW(list(self.parameters.values()), lr=0.0, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+
+    @contextmanager
+    def gradient_transaction(self, group):
+        """Add the gradient of one forward_backward as a whole, or, if it raises, nothing at all.
+
+        Adapter gradients, which FSDP does not see, are averaged over `group` like FSDP's own.
+        """
+        before = {n: p.grad for n, p in self.parameters.items()}
+        for p in self.parameters.values():
+            p.grad = None
+        try:
+            yield
+            if self.adapter is not None:
+                self._average_gradients(group)
+        except BaseException:
+            for n, p in self.parameters.items():
+                p.grad = before[n]
+            raise
+        for n, p in self.parameters.items():
+            if before[n] is not None:
+                p.grad = before[n] if p.grad is None else p.grad.add_(before[n])
+
+    def _average_gradients(self, group) -> None:
+        if torch.distributed.get_world_size(group) == 1:
+            return
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters.values()]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        torch.distributed.all_reduce(flat, group=group)
+        flat /= torch.distributed.get_world_size(group)
+        for p, piece in zip(self.parameters.values(), flat.split([g.numel() for g in grads])):
+            p.grad = piece.view_as(p).clone()
+
+    def reset_optimizer(self) -> None:
+        self.optimizer.zero_grad()
+        self.optimizer = self._new_optimizer()
+
+    def save_optimizer(self, folder: Path, writes: bool) -> None:
+        """Every rank must call this; the one with `writes` writes optimizer.safetensors."""
+        tensors = {}
+        for name, p in self.parameters.items():
+            state = self.optimizer.state.get(p)
+            if not state:
+                continue
+            tensors[f"{name}.step"] = state["step"].detach().float().cpu().reshape(())
+            for key in _MOMENTS:
+                tensors[f"{name}.{key}"] = whole(state[key])
+        if writes:
+            save_file(tensors or {"empty": torch.zeros(())}, folder / "optimizer.safetensors")
+
+    def load_optimizer(self, folder: Path) -> None:
+        """Restore what save_optimizer wrote; the moments become bit-equal."""
+        file = folder / "optimizer.safetensors"
+        if not file.exists():
+            raise EngineError(f"{file.name} is missing in the checkpoint; load it without the optimizer")
+        saved = load_file(file)
+        self.reset_optimizer()
+        for name, p in self.parameters.items():
+            if f"{name}.step" not in saved:
+                continue
+            state = {"step": saved[f"{name}.step"].clone()}
+            for key in _MOMENTS:
+                state[key] = _like(saved[f"{name}.{key}"], p)
+            self.optimizer.state[p] = state
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on the host; a collective when it is sharded."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().clone().contiguous()
+
+
+def _like(value: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+    value = value.to(p.device)
+    return distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value
+
+
+@torch.no_grad()
+def copy_into(p: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrite a parameter, sharded or not, with a full tensor."""
+    p.copy_(_like(value.to(p.dtype), p))

@@ -1,0 +1,200 @@
+"""One vLLM engine and the thread that steps it: admission, versions, results.
+
+Owns which weights are in the engine and which requests run on them. Does not know Ray or the trainer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from vllm import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from verl_tinker.core.errors import EngineError, Evicted, SyncError, UserError
+from verl_tinker.core.types import SampleRequest, SampleResult
+from verl_tinker.engine import vllm_weights
+from verl_tinker.engine.sampling import sample_result, vllm_params
+
+BASE = 0
+
+
+@dataclass(frozen=True)
+class Version:
+    """Weights that can be sampled. `rank` 0 is full weights; the folder is immutable while the version lives."""
+
+    folder: str
+    rank: int
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.rank > 0
+
+
+@dataclass
+class _Waiting:
+    request: SampleRequest
+    version: int
+    base: int
+    future: Future
+
+
+class SamplerLoop:
+    """Runs requests in order of arrival, grouped by the base weights they need.
+
+    Adapters answer side by side. Full-weight versions take turns: once a request for other weights waits,
+    later requests queue behind it, so none starves.
+    """
+
+    def __init__(self, engine_args: dict, base_folder: str):
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
+        self.max_context = self.engine.model_config.max_model_len
+        self.base_folder = base_folder
+        self.loaded_base = BASE
+        self.versions: dict[int, Version] = {}
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._waiting: deque[_Waiting] = deque()
+        self._running: dict[str, _Waiting] = {}
+        self._counter = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: SampleRequest, version: int) -> Future:
+        """A future SampleResult, drawn from exactly `version`."""
+        future: Future = Future()
+        self._inbox.put(lambda: self._enqueue(request, version, future))
+        return future
+
+    def call(self, function: Callable, *args) -> Future:
+        """Run a function between two steps of the engine."""
+        future: Future = Future()
+
+        def run():
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def close(self) -> None:
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join(timeout=30)
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._drain(block=not self._running and not self._waiting)
+                self._admit()
+                if self.engine.has_unfinished_requests():
+                    for output in self.engine.step():
+                        self._finish(output)
+            except BaseException as error:
+                self._fail_all(error)
+        self._fail_all(EngineError("the sampler was closed"))
+
+    def _drain(self, block: bool) -> None:
+        if block:
+            self._inbox.get()()
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _enqueue(self, request: SampleRequest, version: int, future: Future) -> None:
+        if version != BASE and version not in self.versions:
+            future.set_exception(Evicted(f"version {version} is not loaded in the sampler any more"))
+            return
+        base = version if version != BASE and not self.versions[version].is_adapter else BASE
+        self._waiting.append(_Waiting(request, version, base, future))
+
+    def _admit(self) -> None:
+        if self._waiting and self._waiting[0].base != self.loaded_base and not self._running:
+            self._switch_base(self._waiting[0].base)
+            same = [w for w in self._waiting if w.base == self.loaded_base]
+            self._waiting = deque(same + [w for w in self._waiting if w.base != self.loaded_base])
+        while self._waiting and self._waiting[0].base == self.loaded_base:
+            self._start(self._waiting.popleft())
+
+    def _start(self, item: _Waiting) -> None:
+        self._counter += 1
+        request_id = f"{self._counter}"
+        try:
+            version = self.versions.get(item.version)
+            lora = self._lora_request(item.version, version) if version and version.is_adapter else None
+            prompt = {"prompt_token_ids": [int(t) for t in item.request.prompt]}
+            self.engine.add_request(request_id, prompt, vllm_params(item.request, self.max_context), lora_request=lora)
+        except ValueError as error:
+            item.future.set_exception(UserError(f"sampling_params: {error}"))
+            return
+        except BaseException as error:
+            item.future.set_exception(EngineError(f"vLLM refused the request: {error}"))
+            return
+        self._running[request_id] = item
+
+    def _finish(self, output) -> None:
+        item = self._running.get(output.request_id)
+        if item is None or not output.finished:
+            return
+        del self._running[output.request_id]
+        try:
+            wanted = f"v{item.version}" if item.base == BASE and item.version != BASE else None
+            drawn = output.lora_request.lora_name if output.lora_request else None
+            if drawn != wanted or item.base != self.loaded_base:
+                raise EngineError(f"asked version {item.version}, but vLLM answered from {drawn} on {self.loaded_base}")
+            item.future.set_result(sample_result(item.request, output, item.version))
+        except BaseException as error:
+            item.future.set_exception(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        if self._running:
+            self.engine.abort_request(list(self._running))
+        for item in [*self._running.values(), *self._waiting]:
+            item.future.set_exception(EngineError(f"the sampler failed: {error!r}"))
+        self._running.clear()
+        self._waiting.clear()
+
+    @staticmethod
+    def _lora_request(version: int, loaded: Version) -> LoRARequest:
+        # vLLM keys its prefix cache by this name, so it must be unique for ever.
+        return LoRARequest(f"v{version}", version, loaded.folder)
+
+    def load(self, version: int, folder: str, rank: int) -> dict[str, str]:
+        """Make a folder sampleable; returns fingerprints of what is in the engine. Runs in the loop's thread."""
+        loaded = Version(folder, rank)
+        if loaded.is_adapter:
+            self.engine.add_lora(self._lora_request(version, loaded))
+            sent = vllm_weights.adapter_tensors(Path(folder), self.engine.model_config.dtype)
+            shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
+            prints = self.engine.collective_rpc(vllm_weights.loaded_adapter_fingerprints, args=(version, shapes))[0]
+            vllm_weights.check_adapter({n: vllm_weights.fingerprint(t) for n, t in sent.items()}, prints, version)
+            self.versions[version] = loaded
+            return prints
+        self.versions[version] = loaded
+        return {}
+
+    def unload(self, version: int) -> None:
+        loaded = self.versions.pop(version, None)
+        if loaded is not None and loaded.is_adapter:
+            self.engine.remove_lora(version)
+
+    def _switch_base(self, version: int) -> None:
+        folder = self.base_folder if version == BASE else self.versions[version].folder
+        self.loaded_base = -1
+        self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder, "cpu"))
+        self.engine.reset_prefix_cache()
+        stale = self.engine.apply_model(vllm_weights.stale_packed_layers)[0]
+        if stale:
+            raise SyncError(f"after loading version {version}, {stale[0]} still computes with old weights")
+        self.loaded_base = version

@@ -1,0 +1,102 @@
+"""The actor worker group seen from the server: start it, send it one command at a time, end it.
+
+Owns the Ray handles of the trainer and the time limit of every wait for it. Does not know runs' order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import ray
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+from verl_tinker.core.errors import EngineError, TinkerError
+from verl_tinker.core.types import Datum, ForwardBackwardResult
+from verl_tinker.engine.batches import make_batch, read_logprobs
+from verl_tinker.engine.settings import EngineSettings
+from verl_tinker.engine.worker import TinkerWorker
+
+
+class Trainer:
+    """Blocking calls of verl's worker group, run in threads and bounded in time."""
+
+    def __init__(self, settings: EngineSettings, environment: dict[str, str]):
+        self.settings = settings
+        self.environment = environment
+        self.group: RayWorkerGroup | None = None
+        self.pool: RayResourcePool | None = None
+
+    async def start(self) -> None:
+        await self._bounded(self._start, limit=self.settings.start_timeout_s)
+
+    def _start(self) -> None:
+        s = self.settings
+        on_gpu = s.device == "cuda"
+        self.pool = RayResourcePool([s.n_workers_per_node] * s.nnodes, use_gpu=on_gpu, max_colocate_count=1)
+        init = RayClassWithInitArgs(ray.remote(TinkerWorker), config=s.verl_config, role="actor")
+        self.group = RayWorkerGroup(
+            resource_pool=self.pool, ray_cls_with_init=init, device_name=s.device, worker_env=self.environment)
+        self.group.init_model()
+
+    @property
+    def dp_size(self) -> int:
+        return self.group.world_size
+
+    async def call(self, method: str, *args) -> Any:
+        """A command to every rank; rank 0's answer."""
+        return (await self._bounded(getattr(self.group, method), *args))[0]
+
+    async def forward_backward(
+        self, run_id: str | None, data: list[Datum], loss_fn: str, config: dict[str, float], backward: bool
+    ) -> ForwardBackwardResult:
+        """One batch through the selected run; `run_id` None is the base model, forward only."""
+        batch = await asyncio.to_thread(make_batch, run_id, data, loss_fn, config, self.dp_size)
+        await self.call("select_run", run_id)
+        return await self._bounded(self._run_batch, batch, data, backward)
+
+    def _run_batch(self, batch, data: list[Datum], backward: bool) -> ForwardBackwardResult:
+        output = self.group.forward_backward(batch) if backward else self.group.compute_log_prob(batch)
+        output = output.get() if hasattr(output, "get") and not hasattr(output, "batch_size") else output
+        loss = float(output["metrics"]["loss"])
+        return ForwardBackwardResult(read_logprobs(output, data), {"loss:sum": loss})
+
+    async def logprobs(self, run_id: str | None, tokens: np.ndarray) -> np.ndarray:
+        """float32[len - 1]: log-probabilities of tokens[1:] under the run, or under the base."""
+        datum = Datum(tokens[:-1], {"target_tokens": tokens[1:].astype(np.int64),
+                                    "weights": np.zeros(len(tokens) - 1, np.float32)})
+        return (await self.forward_backward(run_id, [datum], "cross_entropy", {}, False)).logprobs[0]
+
+    async def _bounded(self, function, *args, limit: float | None = None) -> Any:
+        limit = limit or self.settings.timeout_s
+        name = getattr(function, "__name__", str(function))
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(function, *args), limit)
+        except TimeoutError:
+            raise EngineError(f"the trainer did not answer {name} within {limit:.0f} s") from None
+        except TinkerError:
+            raise
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from error
+        except ray.exceptions.RayActorError as error:
+            raise EngineError(f"a trainer worker died ({error.error_msg or 'no message'}); restart the server") from error
+
+    def close(self) -> None:
+        if self.group is not None:
+            for worker in self.group.workers:
+                ray.kill(worker)
+            self.group = None
+        if self.pool is not None:
+            for group in self.pool.pgs or []:
+                ray.util.remove_placement_group(group)
+            self.pool = None
+
+
+def _cause(error: ray.exceptions.RayTaskError) -> TinkerError:
+    """A refusal raised in the worker, or an EngineError with the worker's last line."""
+    cause = getattr(error, "cause", None)
+    for kind in type(cause).__mro__ if cause is not None else ():
+        if issubclass(kind, TinkerError) and kind.__module__ == TinkerError.__module__:
+            return kind(str(cause).splitlines()[-1] if isinstance(cause, ray.exceptions.RayTaskError) else str(cause))
+    return EngineError(f"the worker failed: {str(error).strip().splitlines()[-1]}")
