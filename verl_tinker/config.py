@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from verl_tinker import schema
 from verl_tinker.models import ModelMap, default_cache_dir
+from verl_tinker.presets import find_preset, merged, parsed, read_preset, single
 from verl_tinker.schema import ConfigError
 
 ENVIRONMENT = {
@@ -172,10 +173,14 @@ class Config:
         """Build verl's own objects of the preset, which runs verl's own checks; imports verl and takes seconds."""
         from verl.utils.config import omega_conf_to_dataclass
 
-        parts = ["actor", *(["rollout"] if self.has_rollout else []), *(["ref"] if self.has_ref else [])]
-        for part in parts:
+        trees = {"actor": self.actor_rollout_ref.actor}
+        if self.has_rollout:
+            trees["rollout"] = self.actor_rollout_ref.rollout
+        if self.has_ref:
+            trees["ref"] = _as_actor(self.actor_rollout_ref.ref)
+        for part, tree in trees.items():
             try:
-                omega_conf_to_dataclass(self.actor_rollout_ref[part])
+                omega_conf_to_dataclass(tree)
             except Exception as error:  # Hydra wraps whatever the dataclass raised: assertions, ValueError, TypeError.
                 reason = str(error.__cause__ or error).splitlines()[0]
                 raise ConfigError(f"{self.source}: verl refuses actor_rollout_ref.{part}: {reason}") from error
@@ -191,33 +196,22 @@ def load_config(
     if path is None:
         path = "configs/quick_start/" + ("actor_rollout.yaml" if _has_gpu() else "cpu.yaml")
     file = find_preset(path)
-    layers = [(str(path), _read(file))]
-    layers += [(name, _single(key, environ[name])) for name, key in ENVIRONMENT.items() if environ.get(name)]
-    layers += [(f"--set {text}", _split(text)) for text in overrides]
+    layers = [(str(path), read_preset(file))]
+    layers += [(name, _typed(key, environ[name])) for name, key in ENVIRONMENT.items() if environ.get(name)]
+    layers += [(f"--set {text}", _override(text)) for text in overrides]
     tree: dict[str, Any] = {}
     for _, layer in layers:
-        tree = _merged(tree, layer)
+        tree = merged(tree, layer)
     defaults = _verl_defaults(_strategy(tree))
     for label, layer in layers:
         _labelled(label, _check_layer, layer, defaults)
     return _labelled(str(path), _build, str(path), tree, defaults)
 
 
-def find_preset(path: str | Path) -> Path:
-    """Look from the current folder, then from the repository, then in the installed package."""
-    package = Path(__file__).resolve().parent
-    places = [Path.cwd(), package.parent, package]
-    for place in places:
-        if (place / Path(path).expanduser()).is_file():
-            return place / Path(path).expanduser()
-    known = sorted(str(f.relative_to(p)) for p in places[1:] for f in p.glob("configs/**/*.yaml"))
-    raise ConfigError(f"there is no preset {path}, neither from {Path.cwd()} nor among ours: {', '.join(known)}")
-
-
 def _build(source: str, tree: dict[str, Any], defaults: Any) -> Config:
     sections = {name: _section(name, cls, tree.get(name) or {}) for name, cls in OURS.items()}
     server, trainer = sections["server"], sections["trainer"]
-    verl = _merged({}, tree.get("actor_rollout_ref") or {})
+    verl = merged({}, tree.get("actor_rollout_ref") or {})
     has_ref = bool((verl.get("ref") or {}).pop("enable", False))
     config = Config(
         source=source,
@@ -243,10 +237,10 @@ def _resolved(verl: dict[str, Any], defaults: Any, server: ServerConfig, trainer
     from omegaconf.errors import OmegaConfBaseException
 
     path = server.model_path or (verl.get("model") or {}).get("path") or server.model_name
-    verl = _merged(verl, {"model": {"path": path}})
+    verl = merged(verl, {"model": {"path": path}})
     if server.enable_offload is not None:
         engine = {"param_offload": server.enable_offload, "optimizer_offload": server.enable_offload}
-        verl = _merged({"actor": {ENGINES[strategy][1]: engine}}, verl)
+        verl = merged({"actor": {ENGINES[strategy][1]: engine}}, verl)
     base = OmegaConf.create(OmegaConf.to_container(defaults))
     if not server.auto_merge_verl_default_config:
         base.actor_rollout_ref = {section: {} for section in ("actor", "rollout", "ref", "model")}
@@ -300,6 +294,17 @@ def _verl_defaults(strategy: str) -> Any:
         return compose("ppo_trainer", overrides=[f"model_engine={ENGINES[strategy][0]}"])
 
 
+def _as_actor(ref: Any) -> Any:
+    """The reference's section under the names of the actor's dataclass, as verl's worker renames it."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(ref)
+    tree["use_dynamic_bsz"] = tree.pop("log_prob_use_dynamic_bsz", False)
+    for key in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+        tree[f"ppo_{key}"] = tree.pop(f"log_prob_{key}", None)
+    return OmegaConf.create(tree)
+
+
 def _strategy(tree: Mapping[str, Any]) -> str:
     here: Any = tree
     for key in ("actor_rollout_ref", "actor", "strategy"):
@@ -319,52 +324,18 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _read(file: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # YAML's errors and OmegaConf's have no common type.
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} is not a preset: it must be sections of keys")
-    return tree
-
-
-def _split(text: str) -> dict[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
+def _override(text: str) -> dict[str, Any]:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key:
         raise ConfigError(f"--set {text}: write key=value, as in --set server.port=8001")
-    return _single(key.strip(), value.strip())
+    return _typed(key, value)
 
 
-def _single(dotted: str, text: str) -> dict[str, Any]:
-    """`a.b` and the text of a value as a tree; the text is read as YAML, save where the key asks for text."""
+def _typed(dotted: str, text: str) -> dict[str, Any]:
+    """One value as a tree: its text read as YAML, save where the key asks for text."""
     section, _, key = dotted.partition(".")
     is_text = section in OURS and schema.annotations(OURS[section]).get(key, "").startswith("str")
-    value = text if is_text else _parsed(text)
-    for part in reversed(dotted.split(".")):
-        value = {part: value}
-    return value
-
-
-def _parsed(text: str) -> Any:
-    import yaml
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]
-    except yaml.YAMLError:
-        return text
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, section by section; neither is changed."""
-    result = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if both else _merged({}, value) if isinstance(value, Mapping) else value
-    return result
+    return single(dotted, text if is_text else parsed(text))
 
 
 def _at_least(section: Any, name: str, **limits: int) -> None:

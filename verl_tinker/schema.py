@@ -19,7 +19,7 @@ _CLASS_FILES = ("workers/config/*.py", "trainer/config/config.py", "utils/profil
 _SIMPLE = {"int": int, "float": (int, float), "str": str, "list": list, "List": list, "tuple": list, "Iterable": list,
            "dict": Mapping, "Dict": Mapping}
 _WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "list": "a list",
-          "dict": "a section of keys"}
+          "tuple": "a list", "dict": "a section of keys"}
 
 
 class ConfigError(ValueError):
@@ -63,9 +63,10 @@ def check_section(values: Any, fields: Mapping[str, str], path: str) -> None:
     """Check a section that one of our dataclasses describes."""
     _require_section(values, path)
     for key, value in values.items():
+        here = f"{path}.{key}" if path else key
         if key not in fields:
-            raise _unknown(f"{path}.{key}", sorted(fields))
-        check_value(f"{path}.{key}", value, fields[key])
+            raise _unknown(here, sorted(fields))
+        check_value(here, value, fields[key])
 
 
 def check_verl(values: Any, default: Mapping[str, Any], path: str, class_name: str = "") -> None:
@@ -75,8 +76,8 @@ def check_verl(values: Any, default: Mapping[str, Any], path: str, class_name: s
     known = {key for key in (*default, *fields) if not key.startswith("_")}
     for key, value in values.items():
         here, annotation = f"{path}.{key}", fields.get(key, "")
-        if key == "_target_" and value == default.get(key):
-            continue
+        if key == "_target_" and str(value).rpartition(".")[2] in verl_classes():
+            continue  # A preset that this server printed names them.
         if key not in known:
             raise _unknown(here, sorted(known), default)
         inner = default.get(key)
@@ -91,7 +92,7 @@ def check_value(path: str, value: Any, annotation: str) -> None:
     if isinstance(value, str) and "${" in value:
         return  # An interpolation: what it stands for is checked where it is defined.
     if not _accepts(ast.parse(annotation, mode="eval").body, value):
-        raise ConfigError(f"{path} is {value!r}; it must be {describe(annotation)}")
+        raise ConfigError(f"{path} is {_shown(value)}; it must be {describe(annotation)}")
 
 
 def describe(annotation: str) -> str:
@@ -100,7 +101,7 @@ def describe(annotation: str) -> str:
 
 
 def _annotation_of(default: Any) -> str:
-    if default is None or default == "???":
+    if default is None or str(default) == "???" or "${" in str(default):
         return "Any"
     name = type(default).__name__
     return "float" if name in ("int", "float") else name
@@ -140,12 +141,14 @@ def _describe(node: ast.expr) -> Iterator[str]:
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
             yield from (*_describe(inner), "null")
         case ast.Subscript(value=ast.Name(id="Literal")):
-            yield from (_yaml(choice) for choice in _choices(node))
+            yield from (_shown(choice).strip("'") for choice in _choices(node))
+        case ast.Subscript(value=ast.Name(id="dict"), slice=ast.Tuple(elts=[_, inner])):
+            yield f"a section of keys, each with {' or '.join(_describe(inner))}"
         case ast.Subscript(value=base):
             yield from _describe(base)
         case _:
             name = ast.unparse(node)
-            yield _WORDS.get(name, "a section of keys")
+            yield _WORDS.get(name, "anything" if name == "Any" else "a section of keys")
 
 
 def _choices(node: ast.Subscript) -> list[Any]:
@@ -153,13 +156,14 @@ def _choices(node: ast.Subscript) -> list[Any]:
     return list(choices) if isinstance(choices, tuple) else [choices]
 
 
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _shown(value: Any) -> str:
+    """As the preset's author wrote it."""
+    return {None: "null", True: "true", False: "false"}.get(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _require_section(values: Any, path: str) -> None:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path} is {values!r}; it must be a section of keys")
+        raise ConfigError(f"{path} is {_shown(values)}; it must be a section of keys")
 
 
 def _unknown(path: str, siblings: list[str], section: Mapping[str, Any] | None = None) -> ConfigError:

@@ -131,6 +131,13 @@ def test_forward_leaves_no_gradient(training):
         training.optim_step(types.AdamParams()).result(20)
 
 
+def test_a_step_uses_the_gradient_up(training):
+    step(training)
+    with pytest.raises(tinker.RequestFailedError, match="no gradient to apply") as failure:
+        training.optim_step(types.AdamParams()).result(20)
+    assert failure.value.category == "user"
+
+
 def test_resumes_with_and_without_the_optimizer(start_server, connect):
     server = start_server(max_runs=3)
     client = connect(server)

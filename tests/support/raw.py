@@ -18,8 +18,8 @@ class Raw:
         self.model = f"{self.session}:train:0"
         self.base_model = base_model
 
-    def post(self, path: str, **body) -> dict:
-        answer = self.http.post(f"/{path}", json=body)
+    def post(self, endpoint: str, /, **body) -> dict:
+        answer = self.http.post(f"/{endpoint}", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

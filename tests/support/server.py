@@ -6,7 +6,6 @@ Owns start and stop. Does not judge answers: tests do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 import time
@@ -24,13 +23,15 @@ class TestServer:
 
     __test__ = False
 
-    def __init__(self, checkpoint_dir, *, ready: bool = True, allow_shutdown: bool = True, poll_seconds=25.0, **options):
+    def __init__(self, checkpoint_dir, *, ready=True, allow_shutdown=True, poll_seconds=25.0, **options):
         self.engine = FakeEngine()
         if not ready:
             self.engine.hold.add("start")
         self._checkpoint_dir, self._options = checkpoint_dir, options
         self._app_options = {"allow_shutdown": allow_shutdown, "poll_seconds": poll_seconds}
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        # The protocol must be named: asyncio turns Nagle's algorithm off only for a socket that says TCP.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.shutdown_asked = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -52,9 +53,10 @@ class TestServer:
         await asyncio.gather(starting, return_exceptions=True)
 
     def stop(self) -> None:
+        if not self._thread.is_alive():
+            return
         self.engine.hold.clear()
-        with contextlib.suppress(RuntimeError):
-            asyncio.run_coroutine_threadsafe(self.service.close(), self.loop).result(5)
+        asyncio.run_coroutine_threadsafe(self.service.close(), self.loop).result(5)
         self._http.should_exit = True
         self._thread.join(10)
 

@@ -6,6 +6,7 @@ Owns the size limits. Does not know what a body means: `wire` and `proto` do.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import zstandard
@@ -18,6 +19,7 @@ _STEP = 1 << 20
 _BIG = 64 << 10
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 async def read_body(request: Request) -> bytes:
@@ -29,7 +31,7 @@ async def read_body(request: Request) -> bytes:
     if encoding != "zstd":
         raise HTTPException(415, f"content-encoding {encoding!r} is not supported; send zstd or none")
     async with request.app.state.decompressing:
-        return await asyncio.to_thread(decompress, raw)
+        return await off_loop(_claimed_size(raw), decompress, raw)
 
 
 def json_body(model: type[Model]) -> Any:
@@ -44,11 +46,16 @@ def json_body(model: type[Model]) -> Any:
 async def read_json(request: Request, model: type[Model]) -> Model:
     raw = await read_body(request)
     try:
-        if len(raw) > _BIG:
-            return await asyncio.to_thread(model.model_validate_json, raw)
-        return model.model_validate_json(raw)
+        return await off_loop(len(raw), model.model_validate_json, raw)
     except ValidationError as error:
         raise HTTPException(422, _describe(error)) from None
+
+
+async def off_loop(size: int, work: Callable[..., Result], *args: Any) -> Result:
+    """Do work on `size` bytes in a thread when it would hold up the event loop, at once when it is small."""
+    if size > _BIG:
+        return await asyncio.to_thread(work, *args)
+    return work(*args)
 
 
 def decompress(raw: bytes, limit: int = MAX_BODY) -> bytes:
@@ -69,6 +76,14 @@ def decompress(raw: bytes, limit: int = MAX_BODY) -> bytes:
     if claimed >= 0 and size != claimed:
         raise HTTPException(400, f"body is a truncated zstd frame: {size} of {claimed} bytes")
     return b"".join(parts)
+
+
+def _claimed_size(raw: bytes) -> int:
+    try:
+        claimed = zstandard.frame_content_size(raw)
+    except zstandard.ZstdError:
+        return 0
+    return claimed if claimed >= 0 else MAX_BODY
 
 
 async def _read_raw(request: Request) -> bytes:

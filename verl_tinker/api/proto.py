@@ -62,19 +62,18 @@ def encode_sample(result: SampleResult) -> bytes:
 
 
 def _decode_datum(datum: pb.Datum, where: str) -> Datum:
-    chunks = ((chunk.WhichOneof("chunk") or "empty", chunk) for chunk in datum.model_input)
-    tokens = join_tokens(
-        (
-            (kind, from_bytes(c.encoded_text.tokens, _INT32, f"{where}.model_input") if kind == "encoded_text" else None)
-            for kind, c in chunks
-        ),
-        f"{where}.model_input",
-    )
+    field = f"{where}.model_input"
+    tokens = join_tokens((_decode_chunk(chunk, field) for chunk in datum.model_input), field)
     inputs = {
         name: _decode_tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]")
         for name, tensor in datum.loss_fn_inputs.items()
     }
     return Datum(tokens, inputs)
+
+
+def _decode_chunk(chunk: pb.Chunk, where: str) -> tuple[str, np.ndarray | None]:
+    kind = chunk.WhichOneof("chunk") or "empty"
+    return kind, from_bytes(chunk.encoded_text.tokens, _INT32, where) if kind == "encoded_text" else None
 
 
 def _decode_tensor(tensor: pb.Tensor, where: str) -> np.ndarray:

@@ -5,8 +5,6 @@ Owns the length of a long poll. Does not keep results: the core's store does.
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 
 from verl_tinker.api import wire
@@ -45,4 +43,4 @@ async def retrieve_future(
         raise HTTPException(410, str(error)) from None
     if not await future.wait(request.app.state.poll_seconds):
         return not_yet(future)
-    return await asyncio.to_thread(answer, future, request.headers.get("accept", ""))
+    return answer(future, request.headers.get("accept", ""))

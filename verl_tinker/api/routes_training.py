@@ -10,7 +10,7 @@ import asyncio
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from verl_tinker.api import proto, wire
-from verl_tinker.api.body import json_body, read_body, read_json
+from verl_tinker.api.body import json_body, off_loop, read_body, read_json
 from verl_tinker.api.context import ServiceDep, require_ready
 from verl_tinker.api.results import PROTOBUF
 from verl_tinker.core.errors import UserError
@@ -52,7 +52,7 @@ async def forward_backward(request: Request, service: ServiceDep) -> dict:
         return await _submit_json(service, body, body.forward_backward_input, backward=True)
     raw = await read_body(request)
     try:
-        message = await asyncio.to_thread(proto.parse_forward_backward, raw)
+        message = await off_loop(len(raw), proto.parse_forward_backward, raw)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
     # Protobuf cannot tell an absent seq from 0, and clients count from 1.
@@ -60,7 +60,7 @@ async def forward_backward(request: Request, service: ServiceDep) -> dict:
     if message.seq_id < 0:
         raise HTTPException(400, f"seq_id is {message.seq_id}; it counts up from 1")
     try:
-        data, settings = await asyncio.to_thread(proto.decode_batch, message)
+        data, settings = await off_loop(len(raw), proto.decode_batch, message)
     except UserError as error:
         return _accepted(service.training.reject(message.model_id, seq, "forward_backward", error))
     return _accepted(

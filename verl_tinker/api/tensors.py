@@ -33,7 +33,9 @@ def densify(values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[i
     rows, columns = shape
     counts = np.diff(crow)
     if crow.size != rows + 1 or crow[0] != 0 or (counts < 0).any() or crow[-1] != col.size or col.size != values.size:
-        raise UserError(f"{where}: crow_indices must have {rows + 1} rising entries that end at the {values.size} values")
+        raise UserError(
+            f"{where}: crow_indices must have {rows + 1} rising entries that end at the {values.size} values"
+        )
     if col.size and (col.min() < 0 or col.max() >= columns):
         raise UserError(f"{where}: col_indices must lie between 0 and {columns - 1}")
     full = np.zeros((rows, columns), values.dtype)
@@ -46,7 +48,7 @@ def join_tokens(chunks: Iterable[tuple[str, np.ndarray | None]], where: str) -> 
     parts = []
     for index, (kind, tokens) in enumerate(chunks):
         if tokens is None:
-            raise UserError(f"{where}.chunks[{index}] is of type {kind!r}; this server takes 'encoded_text' chunks only")
+            raise UserError(f"{where}.chunks[{index}] is of type {kind!r}; this server takes 'encoded_text' only")
         parts.append(tokens)
     return np.concatenate(parts).astype(np.int32, copy=False) if parts else np.zeros(0, np.int32)
 

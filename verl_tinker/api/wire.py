@@ -185,7 +185,8 @@ class Tensor(Wire):
         values, shape = _array(self.data, self.dtype, where), self.shape or []
         if self.sparse_crow_indices is None:
             return dense(values, shape, where)
-        crow, col = (_array(part or [], np.int64, where) for part in (self.sparse_crow_indices, self.sparse_col_indices))
+        crow = _array(self.sparse_crow_indices, np.int64, where)
+        col = _array(self.sparse_col_indices or [], np.int64, where)
         return densify(values, crow, col, shape, where)
 
 

@@ -22,10 +22,14 @@ Action = Callable[[], Awaitable[Any]]
 
 @dataclass
 class _Log:
-    """One model's commands: those waiting, and the future of every seq ever accepted."""
+    """One model's commands: those waiting, and the future of every seq ever accepted.
+
+    `in_turn` while the model stands in the line of turns or has the turn, so that it stands there once.
+    """
 
     waiting: deque[tuple[Future, Action]] = field(default_factory=deque)
     futures: dict[int, Future] = field(default_factory=dict)
+    in_turn: bool = False
 
 
 class CommandQueue:
@@ -53,9 +57,10 @@ class CommandQueue:
         future = self._futures.create(kind, model_id)
         if seq is not None:
             entry.futures[seq] = future
-        if not entry.waiting and model_id not in self._turns:
-            self._turns.append(model_id)
         entry.waiting.append((future, action))
+        if not entry.in_turn:
+            entry.in_turn = True
+            self._turns.append(model_id)
         self._arrived.set()
         if self._consumer is None:
             self._consumer = asyncio.get_running_loop().create_task(self._consume())
@@ -87,10 +92,11 @@ class CommandQueue:
                 self._arrived.clear()
                 await self._arrived.wait()
             model_id = self._turns.popleft()
-            waiting = self._logs[model_id].waiting
-            if waiting:
-                await self._run(*waiting.popleft())
-            if waiting:
+            entry = self._logs[model_id]
+            if entry.waiting:
+                await self._run(*entry.waiting.popleft())
+            entry.in_turn = bool(entry.waiting)
+            if entry.in_turn:
                 self._turns.append(model_id)
 
     async def _run(self, future: Future, action: Action) -> None:

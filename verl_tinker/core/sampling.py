@@ -124,7 +124,9 @@ class Sampling:
 
     def _checked(self, result: SampleResult, number: int, request: SampleRequest) -> SampleResult:
         if result.version != number:
-            raise EngineError(f"weights version {number} was asked for and version {result.version} answered; not returned")
+            raise EngineError(
+                f"weights version {number} was asked for and version {result.version} answered; not returned"
+            )
         if len(result.sequences) != request.num_samples:
             raise EngineError(f"{request.num_samples} sequences were asked for and {len(result.sequences)} returned")
         if request.prompt_logprobs_last_n is None:

@@ -137,11 +137,13 @@ class RunTable:
 
     def _refusal(self) -> str:
         holders = "; ".join(
-            f"{run.run_id} (base model {run.spec.base_model}, last sign {self._sessions.silence(run.session):.0f} s ago)"
+            f"{run.run_id} (base model {run.spec.base_model}, "
+            f"last sign {self._sessions.silence(run.session):.0f} s ago)"
             for run in self._runs.values()
         )
         number = "one training run" if self._max_runs == 1 else f"{self._max_runs} training runs"
         return (
-            f"this server trains {number} at a time and the place is held by {holders}. End that client, which finishes "
-            f"its session, or wait: a session without heartbeat for {self._sessions.timeout_s:.0f} s makes room"
+            f"this server trains {number} at a time and the place is held by {holders}. Close that client, "
+            "ServiceClient.close(), which finishes its session; or wait: a session without heartbeat for "
+            f"{self._sessions.timeout_s:.0f} s makes room"
         )

@@ -70,7 +70,9 @@ class Training:
         async def resume(session: Session, run_id: str) -> dict:
             checkpoint = self._training_checkpoint(path)
             if base_model not in (None, checkpoint.spec.base_model):
-                raise UserError(f"base_model {base_model!r} does not fit {path}, saved from {checkpoint.spec.base_model!r}")
+                raise UserError(
+                    f"base_model {base_model!r} does not fit {path}, saved from {checkpoint.spec.base_model!r}"
+                )
             run = await self._create(session, run_id, checkpoint.spec, optimizer, user_metadata)
             try:
                 await self._engine.load_state(run_id, self._checkpoints.folder(checkpoint.path), with_optimizer)

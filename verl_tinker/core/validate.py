@@ -124,7 +124,7 @@ def _check_datum(index: int, datum: Datum, loss_fn: str, loss: Loss, model: Base
     length = len(datum.tokens)
     if length > model.max_context:
         raise UserError(
-            f"{where}.model_input has {length} tokens; the context of {model.name} is {model.max_context} on this server"
+            f"{where}.model_input has {length} tokens; the context of {model.name} is {model.max_context} here"
         )
     if loss_fn != "cross_entropy":
         _refuse_per_token_settings(where, datum)
@@ -150,8 +150,8 @@ def _check_targets(where: str, datum: Datum, loss_fn: str, length: int) -> np.nd
     if not (targets.ndim == 1 or wide) or targets.shape[0] != length or not targets.size:
         shapes = f"[{length}] or [{length}, K]" if loss_fn == "cross_entropy" else f"[{length}]"
         raise UserError(
-            f"{field_name} has shape {list(targets.shape)} but model_input has {length} tokens; {loss_fn} needs {shapes}, "
-            "one target for each input position (shift by one yourself)"
+            f"{field_name} has shape {list(targets.shape)} but model_input has {length} tokens; {loss_fn} needs "
+            f"{shapes}, one target for each input position (shift by one yourself)"
         )
     return targets.astype(np.int64, copy=False)
 

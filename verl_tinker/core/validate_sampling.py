@@ -66,4 +66,6 @@ def _check_last_n(request: SampleRequest) -> None:
     if not request.prompt_logprobs:
         raise UserError("prompt_logprobs_last_n limits prompt log-probabilities; set prompt_logprobs too")
     if not 1 <= last <= prompt - 1:
-        raise UserError(f"prompt_logprobs_last_n is {last}; a prompt of {prompt} tokens has {prompt - 1} scored positions")
+        raise UserError(
+            f"prompt_logprobs_last_n is {last}; a prompt of {prompt} tokens has {prompt - 1} scored positions"
+        )

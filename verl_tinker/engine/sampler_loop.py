@@ -18,7 +18,7 @@ from vllm import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from verl_tinker.core.errors import EngineError, Evicted, SyncError, UserError
+from verl_tinker.core.errors import EngineError, Evicted, SyncError, TinkerError, UserError
 from verl_tinker.core.types import SampleRequest, SampleResult
 from verl_tinker.engine import vllm_weights
 from verl_tinker.engine.sampling import sample_result, vllm_params
@@ -40,8 +40,11 @@ class Version:
 
 @dataclass
 class _Waiting:
+    """`loaded` None is the base model; `base` is the version whose full weights the request needs."""
+
     request: SampleRequest
     version: int
+    loaded: Version | None
     base: int
     future: Future
 
@@ -62,6 +65,7 @@ class SamplerLoop:
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._waiting: deque[_Waiting] = deque()
         self._running: dict[str, _Waiting] = {}
+        self._retired: set[int] = set()
         self._counter = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -116,23 +120,34 @@ class SamplerLoop:
         if version != BASE and version not in self.versions:
             future.set_exception(Evicted(f"version {version} is not loaded in the sampler any more"))
             return
-        base = version if version != BASE and not self.versions[version].is_adapter else BASE
-        self._waiting.append(_Waiting(request, version, base, future))
+        loaded = self.versions.get(version)
+        base = version if loaded is not None and not loaded.is_adapter else BASE
+        self._waiting.append(_Waiting(request, version, loaded, base, future))
 
     def _admit(self) -> None:
         if self._waiting and self._waiting[0].base != self.loaded_base and not self._running:
-            self._switch_base(self._waiting[0].base)
-            same = [w for w in self._waiting if w.base == self.loaded_base]
-            self._waiting = deque(same + [w for w in self._waiting if w.base != self.loaded_base])
+            self._change_base(self._waiting[0])
         while self._waiting and self._waiting[0].base == self.loaded_base:
             self._start(self._waiting.popleft())
+
+    def _change_base(self, first: _Waiting) -> None:
+        """Load the weights of the request that has waited longest, and let all others that need them go first."""
+        same = [w for w in self._waiting if w.base == first.base]
+        others = [w for w in self._waiting if w.base != first.base]
+        try:
+            self._load_base(self.base_folder if first.base == BASE else first.loaded.folder, first.base)
+        except Exception as error:
+            self._waiting = deque(others)
+            for item in same:
+                item.future.set_exception(error if isinstance(error, TinkerError) else EngineError(repr(error)))
+            return
+        self._waiting = deque(same + others)
 
     def _start(self, item: _Waiting) -> None:
         self._counter += 1
         request_id = f"{self._counter}"
         try:
-            version = self.versions.get(item.version)
-            lora = self._lora_request(item.version, version) if version and version.is_adapter else None
+            lora = self._lora_request(item.version, item.loaded) if item.loaded and item.loaded.is_adapter else None
             prompt = {"prompt_token_ids": [int(t) for t in item.request.prompt]}
             self.engine.add_request(request_id, prompt, vllm_params(item.request, self.max_context), lora_request=lora)
         except ValueError as error:
@@ -149,13 +164,14 @@ class SamplerLoop:
             return
         del self._running[output.request_id]
         try:
-            wanted = f"v{item.version}" if item.base == BASE and item.version != BASE else None
+            wanted = f"v{item.version}" if item.loaded and item.loaded.is_adapter else None
             drawn = output.lora_request.lora_name if output.lora_request else None
             if drawn != wanted or item.base != self.loaded_base:
                 raise EngineError(f"asked version {item.version}, but vLLM answered from {drawn} on {self.loaded_base}")
             item.future.set_result(sample_result(item.request, output, item.version))
         except BaseException as error:
             item.future.set_exception(error)
+        self._remove_retired()
 
     def _fail_all(self, error: BaseException) -> None:
         if self._running:
@@ -185,14 +201,22 @@ class SamplerLoop:
         return {}
 
     def unload(self, version: int) -> None:
+        """Refuse the version from now on; requests that were accepted still end on it."""
         loaded = self.versions.pop(version, None)
         if loaded is not None and loaded.is_adapter:
-            self.engine.remove_lora(version)
+            self._retired.add(version)
+            self._remove_retired()
 
-    def _switch_base(self, version: int) -> None:
-        folder = self.base_folder if version == BASE else self.versions[version].folder
+    def _remove_retired(self) -> None:
+        if self._retired:
+            used = {item.version for item in (*self._running.values(), *self._waiting)}
+            for version in self._retired - used:
+                self.engine.remove_lora(version)
+            self._retired &= used
+
+    def _load_base(self, folder: str, version: int) -> None:
         self.loaded_base = -1
-        self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder, "cpu"))
+        self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder))
         self.engine.reset_prefix_cache()
         stale = self.engine.apply_model(vllm_weights.stale_packed_layers)[0]
         if stale:

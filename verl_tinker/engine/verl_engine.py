@@ -6,6 +6,7 @@ Owns which runs and versions exist on the workers. Does not order commands: `ver
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class VerlEngine:
         self.trainer = Trainer(s, worker_environment(s.threads, self.cluster.rendezvous_file()) if on_cpu else {})
         starts = [self.trainer.start()]
         if s.has_rollout:
-            environment = rollout_environment(s.threads, s.kv_cache_gb) if on_cpu else {}
+            environment = rollout_environment(s.threads, s.kv_cache_gb, str(s.work_folder)) if on_cpu else {}
             self.sampler = Sampler(s, environment, with_lora=s.mode != "full")
             starts.append(self.sampler.start())
         await asyncio.gather(*starts)
@@ -96,7 +97,7 @@ class VerlEngine:
         if spec.lora is not None:
             if not 1 <= spec.lora.rank <= s.max_lora_rank:
                 raise UserError(f"lora_config.rank: {spec.lora.rank} is outside 1..{s.max_lora_rank}; "
-                                "raise lora.max_rank in the preset")
+                                "raise actor.max_lora_rank in the preset")
             if spec.lora.train_unembed and info.tied_embeddings:
                 spec = replace(spec, lora=replace(spec.lora, train_unembed=False))
                 notes.append(f"train_unembed is off: {info.name} ties its unembedding to the embedding")
@@ -160,7 +161,5 @@ class VerlEngine:
 
 
 def _adapter_rank(folder: Path) -> int:
-    import json
-
     file = folder / "adapter_config.json"
     return int(json.loads(file.read_text())["r"]) if file.exists() else 0

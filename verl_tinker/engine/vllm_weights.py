@@ -69,7 +69,7 @@ def check_adapter(wanted: Fingerprints, loaded: Fingerprints, version: int) -> N
                         f"({len(odd)} of {len(wanted)} tensors); the version is not served")
 
 
-def load_base_weights(model: torch.nn.Module, folder: str, device: str) -> Fingerprints:
+def load_base_weights(model: torch.nn.Module, folder: str) -> Fingerprints:
     """Replace the model's weights by a Hugging Face folder's; returns fingerprints of what was received."""
     prints: Fingerprints = {}
 

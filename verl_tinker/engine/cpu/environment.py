@@ -34,9 +34,10 @@ def worker_environment(threads: int, rendezvous_file: str) -> dict[str, str]:
     }
 
 
-def rollout_environment(threads: int, kv_cache_gb: int) -> dict[str, str]:
-    """Variables for the process that holds vLLM's engine."""
+def rollout_environment(threads: int, kv_cache_gb: int, scratch: str) -> dict[str, str]:
+    """Variables for the process that holds vLLM's engine; vLLM leaves files in `scratch`, which the server removes."""
     return {
+        "TMPDIR": scratch,
         **driver_environment(),
         **thread_environment(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

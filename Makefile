@@ -1,0 +1,38 @@
+# Everything here works from a fresh clone: each target makes the environments it needs, and finds them made the next time.
+
+PYTHON := .venv/bin/python
+DEVICE ?= auto
+TESTS ?= tests
+LOCK := .venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links --extra test
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo serve test test-fast test-full lock
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
+
+setup:  ## make .venv (server) and .client-venv (tinker SDK and cookbook)
+	./install_verl.sh --device $(DEVICE)
+	client_examples/setup.sh
+
+demo: setup  ## train a small model with a cookbook recipe and draw the curve; under ten minutes on two cores
+	$(PYTHON) client_examples/demo.py
+
+serve: setup  ## start the server with the preset that suits this machine
+	$(PYTHON) -m verl_tinker.start
+
+test: setup  ## all tests but the long forms
+	$(PYTHON) -m pytest $(TESTS)
+
+test-fast: setup  ## the tests that start no engine; seconds
+	$(PYTHON) -m pytest $(TESTS) -m "not engine and not recipes and not full"
+
+test-full: setup  ## all tests, the long forms too
+	$(PYTHON) -m pytest $(TESTS) -m "full or not full"
+
+lock: setup  ## pin requirements/*.txt anew from pyproject.toml
+	$(LOCK) --python-version 3.11 --extra cpu --overrides requirements/overrides-cpu.txt \
+		$(foreach folder,$(PIP_FIND_LINKS),--find-links $(folder)) $(if $(PIP_FIND_LINKS),,--torch-backend cpu) \
+		pyproject.toml -o requirements/cpu.txt
+	$(LOCK) --python-version 3.12 --extra cuda --overrides requirements/overrides-cuda.txt \
+		--python-platform x86_64-manylinux_2_31 pyproject.toml -o requirements/cuda.txt

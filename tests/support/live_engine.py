@@ -1,0 +1,35 @@
+"""A real engine on the tiny model, for tests that need no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+
+class Live:
+    """An engine and the event loop that it lives on."""
+
+    def __init__(self, overrides: list[str], scratch: Path, rollout: bool = True):
+        from verl_tinker.config import load_config
+        from verl_tinker.start import _prepare_environment, engine_settings
+
+        config = load_config("configs/quick_start/cpu.yaml", ["server.model_path=bundled:tiny", *overrides])
+        _prepare_environment(config)
+        from verl_tinker.engine.verl_engine import VerlEngine
+
+        self.settings = replace(engine_settings(config, scratch), has_rollout=rollout)
+        self.engine = VerlEngine(self.settings)
+        self.runner = asyncio.Runner()
+        self.name = config.server.model_name
+
+    def do(self, coroutine):
+        return self.runner.run(coroutine)
+
+    def start(self) -> Live:
+        self.do(self.engine.start(lambda phase: None))
+        return self
+
+    def close(self) -> None:
+        self.do(self.engine.close())
+        self.runner.close()

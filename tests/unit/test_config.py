@@ -1,0 +1,184 @@
+"""Presets: what they become, what wins over what, and what the refusals say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_tinker import config as config_module
+from verl_tinker.config import ENVIRONMENT, find_preset, load_config
+from verl_tinker.models import ModelMap
+from verl_tinker.schema import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted(str(f.relative_to(ROOT)) for f in (ROOT / "configs").rglob("*.yaml"))
+CPU = "configs/quick_start/cpu.yaml"
+ROLLOUT = "configs/quick_start/actor_rollout.yaml"
+
+
+def load(path=CPU, *overrides, **environ):
+    return load_config(path, overrides, environ)
+
+
+def refusal(path=CPU, *overrides, **environ):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, environ)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", PRESETS)
+def test_a_printed_preset_loads_to_the_same(path, tmp_path):
+    text = load(path).to_yaml()
+    (tmp_path / "again.yaml").write_text(text)
+    assert load(tmp_path / "again.yaml").to_yaml() == text
+
+
+def test_verl_accepts_every_preset():
+    script = "import sys\nfrom verl_tinker.config import load_config\nfor path in sys.argv[1:]: load_config(path).check_verl()"
+    subprocess.run([sys.executable, "-c", script, *PRESETS], check=True, cwd=ROOT, timeout=300)
+
+
+def test_loading_a_preset_imports_neither_verl_nor_ray():
+    script = "import sys\nfrom verl_tinker.config import load_config\nload_config(sys.argv[1])\n" \
+             "assert not {'verl', 'ray', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script, CPU], check=True, cwd=ROOT, timeout=120)
+
+
+def test_the_cpu_preset():
+    config = load()
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.device, config.server.host, config.server.port) == ("cpu", "127.0.0.1", 8000)
+    assert dict(config.models) == {"HuggingFaceTB/SmolLM2-135M-Instruct": "bundled:smollm2"}
+    assert (actor.strategy, actor.fsdp_config.model_dtype, rollout.dtype) == ("fsdp2", "fp32", "float32")
+    assert set(actor.fsdp_config.mixed_precision.values()) == {"fp32"}
+    assert config.context_length == config.token_budget == 2048
+    assert (config.actor.mode, config.actor.lora_alpha, config.actor.max_lora_rank) == ("auto", 32, 128)
+    assert config.has_rollout and not config.has_ref and config.allow_shutdown
+
+
+def test_the_shapes_of_the_gpu_presets():
+    shapes = {name: load(f"configs/quick_start/{name}.yaml") for name in ("actor", "actor_rollout", "actor_rollout_ref")}
+    assert [c.has_rollout for c in shapes.values()] == [False, True, True]
+    assert [c.has_ref for c in shapes.values()] == [False, False, True]
+    assert {c.trainer.n_gpus_per_node for c in shapes.values()} == {8}
+    assert shapes["actor"].models["Qwen/Qwen3-8B"] == "Qwen/Qwen3-8B"
+
+
+def test_verls_defaults_fill_what_the_preset_leaves_out():
+    rollout = load(ROLLOUT).actor_rollout_ref.rollout
+    assert (rollout.mode, rollout.logprobs_mode, rollout.n_gpus_per_node) == ("async", "processed_logprobs", 8)
+    assert "logprobs_mode" not in load(ROLLOUT, "server.auto_merge_verl_default_config=false").actor_rollout_ref.rollout
+
+
+def test_environment_wins_over_the_preset_and_set_over_both():
+    assert load(CPU, TINKER_SERVER_PORT="9000").server.port == 9000
+    assert load(CPU, "server.port=9001", TINKER_SERVER_PORT="9000").server.port == 9001
+    assert load(CPU, TINKER_SERVER_PORT="").server.port == 8000
+
+
+def test_every_variable_reaches_its_key():
+    values = {"PORT": "9", "N_GPUS_PER_NODE": "3", "MAX_RUNTIME": "1.5", "MAX_CONCURRENT_SAMPLES": "4"}
+    environ = {name: next((v for end, v in values.items() if name.endswith(end)), f"text-{name}") for name in ENVIRONMENT}
+    config = load(CPU, **environ)
+    for name, key in ENVIRONMENT.items():
+        section, _, field = key.partition(".")
+        assert str(getattr(getattr(config, section), field)) == environ[name], name
+
+
+def test_the_model_path_is_the_nearest_that_is_given():
+    assert load(ROLLOUT, "server.model_name=a/b").models["a/b"] == "a/b"
+    assert load(ROLLOUT, "actor_rollout_ref.model.path=/m").models["Qwen/Qwen3-8B"] == "/m"
+    assert load(ROLLOUT, "actor_rollout_ref.model.path=/m", "server.model_path=/n").models["Qwen/Qwen3-8B"] == "/n"
+
+
+def test_text_stays_text_and_numbers_are_numbers():
+    config = load(CPU, "server.model_name=123", "actor_rollout_ref.actor.optim.lr=1e-5", "server.allow_shutdown=false")
+    assert config.server.model_name == "123"
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5
+    assert config.allow_shutdown is False
+
+
+def test_aliases_hold_names_with_dots_and_suffixes():
+    models = load(CPU, "server.model_aliases={Qwen/Qwen3.6-35B-A3B:peft:262144: bundled:tiny}").models
+    assert isinstance(models, ModelMap) and models["Qwen/Qwen3.6-35B-A3B:peft:262144"] == "bundled:tiny"
+
+
+def test_shutdown_is_allowed_by_default_only_where_nobody_else_can_reach():
+    assert not load(CPU, "server.host=0.0.0.0").allow_shutdown
+    assert load(CPU, "server.host=0.0.0.0", "server.allow_shutdown=true").allow_shutdown
+
+
+@pytest.mark.parametrize("strategy, section", [("fsdp2", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])
+def test_offload_reaches_the_engine_that_trains(tmp_path, strategy, section):
+    text = "server: {model_name: a/b, enable_offload: true}\ndevice: cuda\n" \
+           f"actor_rollout_ref: {{actor: {{strategy: {strategy}, use_dynamic_bsz: true}}}}\n"
+    (tmp_path / "p.yaml").write_text(text)
+    engine = load(tmp_path / "p.yaml").actor_rollout_ref.actor[section]
+    assert engine.param_offload and engine.optimizer_offload
+
+
+@pytest.mark.parametrize("override, text", [
+    ("server.prot=1", "unknown key server.prot; the nearest is server.port"),
+    ("devise=cpu", "unknown key devise; the nearest is device"),
+    ("server.port=x", "server.port is 'x'; it must be a whole number"),
+    ("server.port=99999", "server.port is 99999; it must be at most 65535"),
+    ("server.keep_versions=0", "server.keep_versions is 0; it must be at least 1"),
+    ("server.allow_shutdown=maybe", "server.allow_shutdown is 'maybe'; it must be auto or true or false"),
+    ("server.model_aliases.a=3", "it must be a section of keys, each with text"),
+    ("server=null", "server is null; it must be a section of keys"),
+    ("actor.mode=half", "actor.mode is 'half'; it must be auto or lora or full"),
+    ("actor_rollout_ref.rollout.max_num_seq=3", "the nearest is actor_rollout_ref.rollout.max_num_seqs"),
+    ("actor_rollout_ref.max_num_seqs=3", "the nearest is actor_rollout_ref.rollout.max_num_seqs"),
+    ("actor_rollout_ref.rollout.max_num_seqs=many", "max_num_seqs is 'many'; it must be a whole number"),
+    ("actor_rollout_ref.rollout.enable_sleep_mode=3", "enable_sleep_mode is 3; it must be true or false"),
+    ("actor_rollout_ref.rollout.max_model_len=true", "max_model_len is true; it must be a whole number or null"),
+    ("actor_rollout_ref.actor.fsdp_config.model_dtyp=fp32", "actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    ("actor_rollout_ref.actor.optim.betas=3", "betas is 3; it must be a list"),
+    ("actor_rollout_ref.actor.strategy=fsdp3", "it must be one of fsdp, fsdp2, veomni, megatron"),
+    ("actor_rollout_ref.actor.strategy=fsdp", "without a GPU it must be fsdp2"),
+    ("actor_rollout_ref.rollout.name=sglang", "this server samples with vllm"),
+    ("actor_rollout_ref.rollout.max_model_len=4096", "what was sampled could not be trained on"),
+    ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide the 1 workers"),
+    ("actor_rollout_ref.rollout.dtype=${nowhere}", "nowhere"),
+    ("nonsense", "write key=value"),
+])
+def test_what_cannot_be_is_one_error_that_names_the_key(override, text):
+    message = refusal(CPU, override)
+    assert text in message and "\n" not in message
+
+
+def test_an_error_says_where_the_value_came_from(tmp_path):
+    assert refusal(CPU, TINKER_SERVER_PORT="x").startswith("TINKER_SERVER_PORT: server.port")
+    assert refusal(CPU, "server.prot=1").startswith("--set server.prot=1: unknown key")
+    (tmp_path / "mine.yaml").write_text("server: {model_name: a/b, prot: 1}")
+    assert refusal(tmp_path / "mine.yaml").startswith(f"{tmp_path}/mine.yaml: unknown key server.prot")
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("server: [", "cannot be read"), ("- 1", "must be sections of keys"), ("device: cpu", "server.model_name is missing")])
+def test_files_that_are_no_presets(tmp_path, text, reason):
+    (tmp_path / "bad.yaml").write_text(text)
+    assert reason in refusal(tmp_path / "bad.yaml")
+
+
+def test_presets_are_found_from_anywhere_and_the_current_folder_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_preset(CPU) == ROOT / CPU
+    (tmp_path / CPU).parent.mkdir(parents=True)
+    (tmp_path / CPU).write_text("server: {model_name: mine/mine}\ndevice: cpu\n")
+    assert find_preset(CPU) == tmp_path / CPU
+    assert CPU in refusal("configs/none.yaml")
+
+
+@pytest.mark.parametrize("gpu, expected", [(False, CPU), (True, ROLLOUT)])
+def test_without_a_preset_the_machine_decides(monkeypatch, gpu, expected):
+    monkeypatch.setattr(config_module, "_has_gpu", lambda: gpu)
+    assert load(None).source == expected
+
+
+def test_the_originals_check_command_prints_errors_only(tmp_path):
+    command = [sys.executable, "-m", "verl_tinker.config_utils", "--config", CPU, "--set", "server.prot=1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "--set server.prot=1: unknown key server.prot; the nearest is server.port\n"

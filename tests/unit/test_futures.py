@@ -1,0 +1,66 @@
+import asyncio
+import time
+
+import pytest
+
+from verl_tinker.core.errors import EngineError, NotFound, UserError
+from verl_tinker.core.futures import FutureStore
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def test_a_result_stands_and_is_readable_many_times():
+    store = FutureStore()
+    future = store.create("optim_step", "m")
+    future.succeed(1)
+    future.fail(EngineError("late"))
+    future.succeed(2)
+    assert [store.get(future.request_id).result for _ in range(3)] == [1, 1, 1]
+    assert future.error is None
+
+
+def test_waiting_ends_with_the_result_not_with_the_time():
+    async def run():
+        future = FutureStore().create("sample")
+        asyncio.get_running_loop().call_later(0.05, future.succeed, 1)
+        begin = time.monotonic()
+        assert await future.wait(5)
+        assert time.monotonic() - begin < 1
+        assert not await FutureStore().create("sample").wait(0.01)
+
+    asyncio.run(run())
+
+
+def test_the_first_settled_go_first_and_pending_ones_stay():
+    store = FutureStore(max_count=3)
+    pending = store.create("a")
+    settled = [store.create("b") for _ in range(5)]
+    for future in reversed(settled):
+        future.succeed(0)
+    store.create("c")
+    assert pending.request_id in store
+    assert [f.request_id in store for f in settled] == [True, True, False, False, False]
+    with pytest.raises(NotFound, match="submit the operation again"):
+        store.get(settled[-1].request_id)
+
+
+def test_old_results_go():
+    store = FutureStore(max_age_s=0.0)
+    old = store.create("a")
+    old.fail(UserError("x"))
+    store.create("b")
+    assert old.request_id not in store
+
+
+def test_fail_pending():
+    store = FutureStore()
+    done, pending = store.create("a"), store.create("a")
+    done.succeed(1)
+    store.fail_pending(EngineError("dead"))
+    assert done.error is None and str(pending.error) == "dead"
+
+
+def test_sequence_ids_are_unique():
+    store = FutureStore()
+    ids = [i for _ in range(3) for i in store.create("sample", sequences=4).sequence_ids]
+    assert len(set(ids)) == 12

@@ -1,0 +1,218 @@
+"""Starts the server: preset, models, engine, HTTP, and the end of all of them.
+
+Owns the process from the command line to the last clean-up. Does not handle any request.
+
+    python -m verl_tinker.start --config configs/quick_start/cpu.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from verl_tinker.config import Config, add_arguments, load_config, print_config
+from verl_tinker.models import ModelError, resolve_model
+from verl_tinker.schema import ConfigError
+
+log = logging.getLogger("verl_tinker")
+
+# How often the workers are asked whether they are alive. A dead one answers at once, a busy one later.
+_WATCH_SECONDS = 5.0
+
+
+def engine_settings(config: Config, work_folder: Path):
+    """What the engine needs of a preset. Downloads or converts the model when it is not there yet."""
+    from omegaconf import OmegaConf
+    from transformers import AutoConfig
+
+    from verl_tinker.core.types import BaseModelInfo
+    from verl_tinker.engine.settings import EngineSettings
+
+    folder = resolve_model(config.models[config.server.model_name], config.cache_dir)
+    for name, place in config.server.model_aliases.items():
+        if resolve_model(place, config.cache_dir) != folder:
+            raise ConfigError(f"server.model_aliases.{name}: {place} is another model than server.model_path; "
+                              "one server trains one base model")
+    model = AutoConfig.from_pretrained(folder)
+    context = min(config.context_length, model.max_position_embeddings)
+    verl = OmegaConf.merge(config.actor_rollout_ref, {"model": {"path": str(folder)}})
+    infos = [
+        BaseModelInfo(name, context, model.vocab_size, bool(model.tie_word_embeddings), True, config.has_rollout)
+        for name in config.models
+    ]
+    return EngineSettings(
+        device=config.device,
+        verl_config=verl,
+        models=infos,
+        model_folder=folder,
+        work_folder=work_folder,
+        n_workers_per_node=config.trainer.n_gpus_per_node,
+        nnodes=config.trainer.nnodes,
+        mode=config.actor.mode,
+        lora_alpha=config.actor.lora_alpha,
+        max_lora_rank=config.actor.max_lora_rank,
+        keep_versions=config.server.keep_versions,
+        has_rollout=config.has_rollout,
+        rollout_args=_rollout_args(verl.rollout, config.device) if config.has_rollout else {},
+        rollout_gpus=0.0 if config.device == "cpu" else float(verl.rollout.tensor_model_parallel_size),
+        threads=config.cpu.threads,
+        kv_cache_gb=config.cpu.kv_cache_gb,
+        ray_address=config.server.ray_address,
+    )
+
+
+def _rollout_args(rollout, device: str) -> dict:
+    """verl's rollout section in vLLM's words."""
+    args = {
+        "dtype": rollout.dtype,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enforce_eager": rollout.enforce_eager,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "seed": rollout.get("seed", 0) or 0,
+        "max_logprobs": 128,
+    }
+    if device == "cuda":
+        args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    return args
+
+
+class Server:
+    """One server process: HTTP at once, the engine behind it as soon as it is up."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.stopping = asyncio.Event()
+        self.exit_code = 0
+
+    async def run(self) -> int:
+        import uvicorn
+
+        from verl_tinker.api.app import create_app
+        from verl_tinker.core.service import Service
+        from verl_tinker.engine.verl_engine import VerlEngine
+
+        config = self.config
+        with tempfile.TemporaryDirectory(prefix="verl-tinker-") as work:
+            settings = engine_settings(config, Path(work))
+            self.engine = VerlEngine(settings)
+            self.service = Service(
+                self.engine,
+                config.checkpoint_dir,
+                max_runs=config.server.max_training_runs,
+                session_timeout_s=config.server.session_timeout_s,
+                max_loaded_versions=config.server.keep_versions,
+                max_concurrent_samples=config.server.max_concurrent_samples,
+            )
+            app = create_app(self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set)
+            http = uvicorn.Server(uvicorn.Config(
+                app, host=config.server.host, port=config.server.port, log_level="warning", backlog=4096,
+                timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
+            # uvicorn would take the signals for itself and end before the engine is closed.
+            http.install_signal_handlers = lambda: None
+            http.capture_signals = _no_signals
+            return await self._serve(http)
+
+    async def _serve(self, http) -> int:
+        self._take_signals()
+        serving = asyncio.create_task(http.serve())
+        starting = asyncio.create_task(self._start_engine())
+        waits = [asyncio.create_task(self.stopping.wait()), serving]
+        if self.config.server.server_max_runtime:
+            waits.append(asyncio.create_task(asyncio.sleep(self.config.server.server_max_runtime)))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                self.exit_code = 1
+                log.error("port %s could not be served", self.config.server.port)
+        finally:
+            log.info("stopping")
+            await self.service.close()
+            http.should_exit = True
+            starting.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await starting
+            await self.engine.close()
+            with suppress(Exception):
+                await serving
+        return self.exit_code
+
+    def _take_signals(self) -> None:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(name, self.stopping.set)
+
+    async def _start_engine(self) -> None:
+        address = f"http://{self.config.server.host}:{self.config.server.port}"
+        try:
+            await self.service.start()
+        except Exception as error:
+            log.exception("the engine did not start")
+            self.exit_code = 1
+            print(f"The engine did not start: {error}\nGET {address}/api/v1/healthz tells the same. Ctrl-C ends the server.",
+                  file=sys.stderr, flush=True)
+            return
+        # Ray installs handlers of its own, which print a stack trace.
+        self._take_signals()
+        print(f"Ready: TINKER_BASE_URL={address} TINKER_API_KEY=tml-local", flush=True)
+        await self._watch()
+
+    async def _watch(self) -> None:
+        """Turn the death of a worker into the server's state, so that nobody waits for an answer that cannot come."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                await self.engine.check()
+            except Exception as error:
+                self.exit_code = 1
+                self.service.failed(str(error))
+                return
+
+
+def _no_signals():
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl_tinker.start", description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--check", action="store_true", help="print the processed preset and start nothing")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.check:
+            print_config(config)
+            return
+        _prepare_environment(config)
+        sys.exit(asyncio.run(_run(config)))
+    except (ConfigError, ModelError) as error:
+        sys.exit(str(error))
+
+
+async def _run(config: Config) -> int:
+    return await Server(config).run()
+
+
+def _prepare_environment(config: Config) -> None:
+    """Set what must be set before ray and verl are imported; workers find this package by PYTHONPATH."""
+    if config.device == "cpu":
+        from verl_tinker.engine.cpu.environment import driver_environment
+
+        os.environ.update(driver_environment())
+    root = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+
+
+if __name__ == "__main__":
+    main()
