@@ -29,7 +29,9 @@ from verl_tinker.core.types import (  # noqa: E402
     SamplingParams,
 )
 
-ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.01, grad_clip_norm=1.0)
+# AdamW divides a gradient by its own size: with an eps far below the rounding of a gradient near zero, its sign is
+# left to chance, on both sides of the comparison.
+ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-4, weight_decay=0.01, grad_clip_norm=1.0)
 # With eps far above the gradient, one AdamW step moves each weight by -lr * g / (|g| + eps): the gradient itself.
 GRADIENT = AdamParams(learning_rate=1e3, beta1=0.0, beta2=0.0, eps=1e3, weight_decay=0.0, grad_clip_norm=0.0)
 

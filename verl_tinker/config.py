@@ -9,6 +9,7 @@ build verl's own objects (`Config.check_verl`).
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -59,7 +60,7 @@ class ServerConfig:
     cache_dir: str | None = None
     server_max_runtime: float | None = None
     max_concurrent_samples: int = 256
-    max_training_runs: int = 1
+    max_training_runs: int = 16
     session_timeout_s: float = 900.0
     keep_versions: int = 8
     allow_shutdown: Literal["auto", True, False] = "auto"
@@ -286,8 +287,9 @@ def _check_whole(config: Config) -> None:
             )
 
 
+@functools.cache
 def _verl_defaults(strategy: str) -> Any:
-    """verl's own default tree for the engine that trains."""
+    """verl's own default tree for the engine that trains; to be read only."""
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(schema.verl_folder() / "trainer" / "config"), version_base=None):

@@ -17,7 +17,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers_tinker import TinkerActorRolloutRefWorker, _apply_optim_step_params
 
-from verl_tinker.core.errors import EngineError, UserError
+from verl_tinker.core.errors import CapacityError, EngineError, UserError
 from verl_tinker.core.types import AdamParams, LoraSpec
 from verl_tinker.engine import fsdp
 from verl_tinker.engine.adapters import Adapter
@@ -65,7 +65,10 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
         # After full fine-tuning the base is not the base any more, so it is read from disk again.
         if full or engine.trains_base:
             if self.runs:
-                raise EngineError("full fine-tuning needs the worker group for itself; finish the other runs first")
+                raise CapacityError(
+                    "lora_config.rank: full fine-tuning (rank 0) has the worker group to itself, adapters share one; "
+                    f"live now: {', '.join(self.runs)}. End those clients, or wait until their sessions expire "
+                    "(server.session_timeout_s in the preset)")
             engine.trains_base = full
             engine.module = engine.optimizer = None
             engine.initialize()

@@ -1,0 +1,113 @@
+"""A real server on SmolLM2, as a user starts it, and unmodified cookbook recipes against it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "client_examples"))
+import run as launcher  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.recipes)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_server(folder: Path, *overrides: str) -> tuple[subprocess.Popen, str]:
+    """Start the CPU preset and wait until it is ready; its output goes to server.log in `folder`."""
+    port = free_port()
+    flags = [f"--set={o}" for o in (f"server.port={port}", f"server.checkpoint_dir={folder / 'checkpoints'}", *overrides)]
+    log = open(folder / "server.log", "w")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl_tinker.start", "--config", "configs/quick_start/cpu.yaml", *flags],
+        cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            answer = httpx.get(f"{url}/api/v1/healthz", timeout=5)
+            if answer.status_code == 200:
+                assert answer.json() == {"status": "ok", "phase": "ready"}
+                return process, url
+            if answer.json().get("status") == "failed":
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    process.kill()
+    pytest.fail("the server did not become ready:\n" + (folder / "server.log").read_text()[-3000:])
+
+
+def stop_server(process: subprocess.Popen) -> int:
+    process.send_signal(signal.SIGTERM)
+    return process.wait(timeout=60)
+
+
+@dataclass
+class Result:
+    """What a recipe left: one dict a step of metrics, and its checkpoints by name."""
+
+    metrics: list[dict]
+    checkpoints: dict[str, dict]
+
+    def series(self, key: str) -> list[float]:
+        return [row[key] for row in self.metrics if key in row]
+
+
+@dataclass
+class Recipes:
+    url: str
+    folder: Path
+
+    def run(self, name: str, *flags: str, timeout: float, label: str | None = None) -> Result:
+        """Run a recipe to its end in the client's environment; any exit code but 0 fails the test with its output."""
+        log_path = self.folder / "logs" / (label or name)
+        output = self.folder / f"{label or name}.log"
+        with open(output, "w") as file:
+            process = launcher.launch(name, log_path, self.url, self.folder / "work", list(flags),
+                                      stdout=file, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(timeout=timeout)
+            finally:
+                process.kill()
+        assert code == 0, output.read_text()[-4000:]
+        metrics = [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (log_path / "checkpoints.jsonl").read_text().splitlines()]
+        final = [r for r in records if r["name"] == "final"]
+        assert len(final) == 1 and final[0]["state_path"].startswith("tinker://") and final[0]["sampler_path"]
+        return Result(metrics, {r["name"]: r for r in records})
+
+
+@pytest.fixture(scope="session")
+def recipes(tmp_path_factory):
+    assert launcher.CLIENT_PYTHON.exists(), "the client environment is missing; run client_examples/setup.sh"
+    folder = tmp_path_factory.mktemp("recipes")
+    process, url = start_server(folder)
+    try:
+        launcher.prepare_folder(folder / "work")
+        yield Recipes(url, folder)
+    finally:
+        code = stop_server(process)
+    assert code == 0, (folder / "server.log").read_text()[-3000:]
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
