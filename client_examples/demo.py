@@ -190,13 +190,20 @@ def demo(preset: str, steps: int) -> None:
     print(f"The curve is in {(FOLDER / 'shorter.png').relative_to(run.ROOT)}")
 
 
+def interrupt(*_) -> None:
+    """End in good order, by Ctrl-C or SIGTERM; a second one must not cut the end short and leave a server behind."""
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--config", default="configs/quick_start/cpu.yaml", help="the server's preset")
     options = parser.parse_args()
-    # An end asked for by SIGTERM is as orderly as one by Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, interrupt)
     try:
         demo(options.config, options.steps)
     except DemoError as error:
