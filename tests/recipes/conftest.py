@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
+from real_server import start_server, stop_server
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "client_examples"))
@@ -24,42 +21,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.recipes)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def start_server(folder: Path, *overrides: str) -> tuple[subprocess.Popen, str]:
-    """Start the CPU preset and wait until it is ready; its output goes to server.log in `folder`."""
-    port = free_port()
-    flags = [f"--set={o}" for o in (f"server.port={port}", f"server.checkpoint_dir={folder / 'checkpoints'}", *overrides)]
-    log = open(folder / "server.log", "w")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "verl_tinker.start", "--config", "configs/quick_start/cpu.yaml", *flags],
-        cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            answer = httpx.get(f"{url}/api/v1/healthz", timeout=5)
-            if answer.status_code == 200:
-                assert answer.json() == {"status": "ok", "phase": "ready"}
-                return process, url
-            if answer.json().get("status") == "failed":
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    process.kill()
-    pytest.fail("the server did not become ready:\n" + (folder / "server.log").read_text()[-3000:])
-
-
-def stop_server(process: subprocess.Popen) -> int:
-    process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=60)
 
 
 @dataclass

@@ -194,7 +194,11 @@ class SamplerLoop:
             sent = vllm_weights.adapter_tensors(Path(folder), self.engine.model_config.dtype)
             shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
             prints = self.engine.collective_rpc(vllm_weights.loaded_adapter_fingerprints, args=(version, shapes))[0]
-            vllm_weights.check_adapter({n: vllm_weights.fingerprint(t) for n, t in sent.items()}, prints, version)
+            try:
+                vllm_weights.check_adapter({n: vllm_weights.fingerprint(t) for n, t in sent.items()}, prints, version)
+            except SyncError:
+                self.engine.remove_lora(version)
+                raise
             self.versions[version] = loaded
             return prints
         self.versions[version] = loaded

@@ -136,11 +136,15 @@ class VerlEngine:
         if self.sampler is None:
             raise UserError("this preset has no sampler; start the server with configs/quick_start/actor_rollout.yaml")
         self._info(base_model)
-        await self.sampler.load_version(version, str(folder), _adapter_rank(folder))
         saved = probe.read(folder)
         if saved is None:
             raise EngineError(f"{folder.name} has no {probe.FILE}; export it from a training run")
-        await self._compare(version, saved[1])
+        await self.sampler.load_version(version, str(folder), _adapter_rank(folder))
+        try:
+            await self._compare(version, saved[1])
+        except BaseException:
+            await self.sampler.unload_version(version)
+            raise
 
     async def retire_version(self, version: int) -> None:
         await self.sampler.unload_version(version)

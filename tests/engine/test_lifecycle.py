@@ -1,0 +1,88 @@
+"""What is left when a server ends: nothing, however it ends; and what clients learn when a worker dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import tinker
+from real_server import start_server, stop_server
+from tinker import types
+
+pytestmark = pytest.mark.timeout(400)
+TINY = "server.model_path=bundled:tiny"
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def assert_nothing_left(processes: list[psutil.Process], url: str, memory: set[str], folders: set[Path]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0, "the port still answers"
+    assert shared_memory() <= memory
+    assert set(Path("/tmp").glob("vt-*")) <= folders
+
+
+def test_interrupt_shutdown_call_and_terminate_leave_nothing(tmp_path):
+    for way in ("SIGINT", "shutdown"):
+        folder = tmp_path / way
+        folder.mkdir()
+        memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
+        process, url = start_server(folder, TINY)
+        members = family(process.pid)
+        assert len(members) > 4
+        if way == "SIGINT":
+            process.send_signal(signal.SIGINT)
+        else:
+            assert httpx.post(f"{url}/api/v1/shutdown").status_code == 200
+        assert process.wait(timeout=60) == 0, (folder / "server.log").read_text()[-2000:]
+        assert_nothing_left(members, url, memory, folders)
+
+
+@pytest.mark.parametrize("victim", ["TinkerWorker", "SamplerServer"])
+def test_a_dead_worker_ends_pending_work_with_its_reason_and_leaves_nothing(tmp_path, victim):
+    memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
+    process, url = start_server(tmp_path, TINY)
+    members = family(process.pid)
+    service = tinker.ServiceClient(base_url=url)
+    name = service.get_server_capabilities().supported_models[0].model_name
+    training = service.create_lora_training_client(base_model=name, rank=8).result()
+    sampling = service.create_sampling_client(base_model=name).result()
+    worker = next(p for p in members if p.name().startswith("ray::") and victim in " ".join(p.cmdline()))
+    long = [sampling.sample(types.ModelInput.from_ints([5, 6, 7]), 1, types.SamplingParams(max_tokens=1500, stop=[]))
+            for _ in range(16)]
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
+    worker.kill()
+    waiting = long if victim == "SamplerServer" else [training.forward_backward([datum] * 4, "cross_entropy")]
+    for future in waiting:
+        with pytest.raises(tinker.RequestFailedError) as caught:
+            future.result(timeout=120)
+        assert "died" in str(caught.value) or "stopping" in str(caught.value), str(caught.value)
+    deadline = time.monotonic() + 60
+    while (answer := httpx.get(f"{url}/api/v1/healthz")).json()["status"] == "ok" and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert answer.status_code == 503 and "died" in answer.json()["reason"], answer.text
+    assert stop_server(process) == 1
+    assert_nothing_left(members, url, memory, folders)
+
+
+def test_a_killed_server_takes_its_processes_along(tmp_path):
+    process, url = start_server(tmp_path, TINY)
+    members = family(process.pid)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(members, timeout=60)
+    assert not alive, [p.cmdline()[:3] for p in alive]
