@@ -16,7 +16,7 @@ step "making $venv with $($python --version)" "$python" -m venv "$venv"
 step "installing uv" "$venv/bin/pip" install --quiet --disable-pip-version-check uv
 if [ -n "${PIP_FIND_LINKS:-}" ]; then torch=(--find-links "$PIP_FIND_LINKS"); else torch=(--torch-backend cpu); fi
 step "installing the cookbook's dependencies" \
-    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" "${torch[@]}" -r client_examples/requirements.txt
+    "$venv/bin/uv" pip install --quiet --compile-bytecode --python "$venv/bin/python" "${torch[@]}" -r client_examples/requirements.txt
 step "installing tinker-cookbook" \
     "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps tinker-cookbook==0.6.1
 echo "$wanted" > $venv/.verl-tinker

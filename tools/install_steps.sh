@@ -33,11 +33,12 @@ step() {  # TEXT COMMAND...: run it, and say which step failed and why
 }
 
 install_set() {  # VENV DEVICE FILE: exactly the pinned set; the file is complete, so nothing has to be resolved
+    # Compiled at once, so that no start of the server has to; an import of vLLM alone takes 20 s without.
     local options=() folder
     for folder in ${PIP_FIND_LINKS:-}; do options+=(--find-links "$folder"); done
     # With a local wheel folder torch comes from there; otherwise uv knows where the CPU builds are.
     if [ "$2" = cpu ] && [ -z "${PIP_FIND_LINKS:-}" ]; then options+=(--torch-backend cpu); fi
-    UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}" "$1/bin/uv" pip install --python "$1/bin/python" --no-deps "${options[@]}" -r "$3"
+    UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-300}" "$1/bin/uv" pip install --python "$1/bin/python" --compile-bytecode --no-deps "${options[@]}" -r "$3"
 }
 
 fingerprint() {  # FILE...: of everything that decides what gets installed, and where

@@ -36,23 +36,21 @@ def assert_nothing_left(processes: list[psutil.Process], url: str, memory: set[s
     assert set(Path("/tmp").glob("vt-*")) <= folders
 
 
-def test_interrupt_shutdown_call_and_terminate_leave_nothing(tmp_path):
-    for way in ("SIGINT", "shutdown"):
-        folder = tmp_path / way
-        folder.mkdir()
-        memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
-        process, url = start_server(folder, TINY)
-        members = family(process.pid)
-        assert len(members) > 4
-        if way == "SIGINT":
-            process.send_signal(signal.SIGINT)
-        else:
-            assert httpx.post(f"{url}/api/v1/shutdown").status_code == 200
-        assert process.wait(timeout=60) == 0, (folder / "server.log").read_text()[-2000:]
-        assert_nothing_left(members, url, memory, folders)
+@pytest.mark.parametrize("way", ["SIGINT", pytest.param("shutdown", marks=pytest.mark.full)])
+def test_a_stopped_server_leaves_nothing(tmp_path, way):
+    memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
+    process, url = start_server(tmp_path, TINY)
+    members = family(process.pid)
+    assert len(members) > 4
+    if way == "SIGINT":
+        process.send_signal(signal.SIGINT)
+    else:
+        assert httpx.post(f"{url}/api/v1/shutdown").status_code == 200
+    assert process.wait(timeout=60) == 0, (tmp_path / "server.log").read_text()[-2000:]
+    assert_nothing_left(members, url, memory, folders)
 
 
-@pytest.mark.parametrize("victim", ["TinkerWorker", "SamplerServer"])
+@pytest.mark.parametrize("victim", [pytest.param("TinkerWorker", marks=pytest.mark.full), "SamplerServer"])
 def test_a_dead_worker_ends_pending_work_with_its_reason_and_leaves_nothing(tmp_path, victim):
     memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
     process, url = start_server(tmp_path, TINY)
@@ -79,10 +77,12 @@ def test_a_dead_worker_ends_pending_work_with_its_reason_and_leaves_nothing(tmp_
     assert_nothing_left(members, url, memory, folders)
 
 
+@pytest.mark.full
 def test_a_killed_server_takes_its_processes_along(tmp_path):
     process, url = start_server(tmp_path, TINY)
     members = family(process.pid)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(members, timeout=60)
+    # Ray's agents look for their parent from time to time only.
+    _, alive = psutil.wait_procs(members, timeout=180)
     assert not alive, [p.cmdline()[:3] for p in alive]
