@@ -13,13 +13,44 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 
+class Engines:
+    """At most one engine at a time: a process can be in one Ray cluster only."""
+
+    def __init__(self, scratch):
+        self.scratch = scratch
+        self.current: tuple[tuple, Live] | None = None
+
+    def get(self, *overrides: str, rollout: bool = True) -> Live:
+        wanted = (overrides, rollout)
+        if self.current is None or self.current[0] != wanted:
+            self.close()
+            engine = Live(list(overrides), self.scratch.mktemp("live"), rollout)
+            self.current = (wanted, engine)
+            engine.start()
+        return self.current[1]
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current[1].close()
+            self.current = None
+
+
 @pytest.fixture(scope="session")
-def live(tmp_path_factory):
-    server = Live([], tmp_path_factory.mktemp("live"))
-    try:
-        yield server.start()
-    finally:
-        server.close()
+def engines(tmp_path_factory):
+    shared = Engines(tmp_path_factory)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def live(engines):
+    return engines.get()
+
+
+@pytest.fixture
+def pair(engines):
+    """Two trainer ranks, no sampler."""
+    return engines.get("trainer.n_gpus_per_node=2", "cpu.threads=1", rollout=False)
 
 
 @pytest.fixture

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import numerics
 import pytest
-from live_engine import Live
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    server = Live(["trainer.n_gpus_per_node=2", "cpu.threads=1"], tmp_path_factory.mktemp("pair"), rollout=False)
-    try:
-        yield server.start()
-    finally:
-        server.close()
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
