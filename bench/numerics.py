@@ -197,7 +197,7 @@ async def all_figures(engine, folder: Path, scratch: Path) -> list[tuple[str, fl
     for lora, kind in ((True, "LoRA"), (False, "full")):
         rows.append((f"{kind}: gradient, relative to its largest entry", await gradient_gap(engine, lora, scratch, f"g{lora}")))
         rows += [(f"{kind}: {k}", v) for k, v in (await training_gaps(engine, lora, scratch, f"t{lora}")).items()]
-        rows.append((f"{kind}: batch in one call against five", await split_gap(engine, lora, scratch)))
+        rows.append((f"{kind}: batch in one call against five, gradient", await split_gap(engine, lora, scratch)))
         rows.append((f"{kind}: resumed with optimizer against uninterrupted", await resume_gap(engine, lora, True, scratch)))
         rows.append((f"{kind}: resumed without optimizer against uninterrupted (must differ)",
                      await resume_gap(engine, lora, False, scratch)))

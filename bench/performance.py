@@ -84,7 +84,7 @@ def through_sdk_overhead(url: str) -> dict:
     for _ in range(CALLS):
         result["forward_backward"] += timed(forward_backward, 1)
         result["optim_step"] += timed(optim_step, 1)
-    service.close()
+    service.close("success")
     return {name: percentiles(seconds) for name, seconds in result.items()}
 
 
@@ -142,7 +142,7 @@ def through_sdk(url: str) -> dict:
     for label, sampling in (("base", base), ("adapter", sampler)):
         for n in CONCURRENCY:
             result[f"sampling, {label}, {n}"] = _rate(sampling, params, n)
-    service.close()
+    service.close("success")
     return result
 
 

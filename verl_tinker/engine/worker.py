@@ -31,6 +31,9 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         if get_device_name() == "cpu":
+            from verl_tinker.engine.cpu import attention
+
+            attention.install()
             # verl would ask for "cpu:gloo,cpu:gloo", which torch refuses.
             initialize_global_process_group_ray(backend="cpu:gloo")
         fsdp.register(get_device_name())
