@@ -8,7 +8,6 @@ Owns the measurements that docs/numerics.md shows and tests/engine asserts. Does
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import tempfile
 from pathlib import Path

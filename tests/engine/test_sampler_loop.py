@@ -142,6 +142,21 @@ def test_a_stale_lm_head_is_caught_after_a_step_of_1e_6(loop, tied, tmp_path, mo
     np.testing.assert_allclose(score(loop, 0), reference(plain.load_model(tied)), atol=1e-4)
 
 
+def test_full_weights_that_changed_on_their_way_are_caught(loop, tied, tmp_path):
+    from verl_tinker.engine.vllm_weights import write_fingerprints
+
+    folder = full(tmp_path / "moved", tied, 0.01)
+    tensors = load_file(folder / "model.safetensors")
+    write_fingerprints(folder, tensors)
+    loop.call(loop.load, 51, str(folder), 0).result(timeout=60)
+    score(loop, 51), score(loop, 0)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[7] += 1e-6
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SyncError, match=name):
+        score(loop, 51)
+
+
 def sample(loop, n: int = 1, **params):
     request = SampleRequest(PROMPT, n, SamplingParams(**{"max_tokens": 12, **params}))
     return loop.submit(request, 0).result(timeout=60).sequences

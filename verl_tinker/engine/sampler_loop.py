@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from vllm import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -220,8 +219,9 @@ class SamplerLoop:
 
     def _load_base(self, folder: str, version: int) -> None:
         self.loaded_base = -1
-        self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder))
+        received = self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder))[0]
         self.engine.reset_prefix_cache()
+        vllm_weights.check_received(Path(folder), received)
         stale = self.engine.apply_model(vllm_weights.stale_packed_layers)[0]
         if stale:
             raise SyncError(f"after loading version {version}, {stale[0]} still computes with old weights")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from verl_tinker.core.errors import SyncError
 
 Fingerprints = dict[str, str]
+FILE = "fingerprints.json"
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
@@ -67,6 +68,21 @@ def check_adapter(wanted: Fingerprints, loaded: Fingerprints, version: int) -> N
     if odd:
         raise SyncError(f"the sampler's adapter for version {version} is not the one that was sent: {odd[0]} differs "
                         f"({len(odd)} of {len(wanted)} tensors); the version is not served")
+
+
+def write_fingerprints(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Beside full weights: digests of what the trainer holds, against which the sampler checks what it reads."""
+    (folder / FILE).write_text(json.dumps({name: fingerprint(tensor) for name, tensor in tensors.items()}))
+
+
+def check_received(folder: Path, received: Fingerprints) -> None:
+    """Raise SyncError naming the first tensor that is not the trainer's. A base model's folder has no digests."""
+    if (folder / FILE).exists():
+        sent = json.loads((folder / FILE).read_text())
+        odd = sorted(k for k in sent.keys() | received.keys() if sent.get(k) != received.get(k))
+        if odd:
+            raise SyncError(f"the sampler read other weights than the trainer wrote: {odd[0]} differs "
+                            f"({len(odd)} of {len(sent)} tensors); the version is not served")
 
 
 def load_base_weights(model: torch.nn.Module, folder: str) -> Fingerprints:

@@ -23,6 +23,7 @@ from verl_tinker.engine import fsdp
 from verl_tinker.engine.adapters import Adapter
 from verl_tinker.engine.losses import tinker_loss
 from verl_tinker.engine.run_state import RunState, copy_into, whole
+from verl_tinker.engine.vllm_weights import write_fingerprints
 
 
 class TinkerWorker(TinkerActorRolloutRefWorker):
@@ -123,6 +124,7 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
             return
         named = {name: whole(p) for name, p in run.parameters.items()}
         if self.rank == 0:
+            write_fingerprints(target, named)
             save_file(named, target / "model.safetensors", metadata={"format": "pt"})
             self.engine.model_config.hf_config.save_pretrained(target)
             self.engine.model_config.tokenizer.save_pretrained(target)

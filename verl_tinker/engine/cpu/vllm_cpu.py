@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
-from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding  # noqa: F401
+from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
 
