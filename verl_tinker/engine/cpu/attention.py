@@ -21,10 +21,13 @@ def packed_sdpa(module, query, key, value, attention_mask, scaling=None, dropout
     if position_ids is None:
         raise ValueError(f"{NAME} needs position_ids to find the sequences of a pack")
     starts = (position_ids[0] == 0).nonzero().squeeze(1).tolist()
-    parts = []
-    for start, end in zip(starts, [*starts[1:], query.shape[2]]):
-        q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        parts.append(scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], query.shape[2]])]
+    grouped = query.shape[1] != key.shape[1]
+    parts = [
+        scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=True, enable_gqa=grouped)
+        # One split has one backward; a slice each would add a zero-filled pack for every sequence.
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
+    ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 

@@ -27,7 +27,7 @@ def worker_environment(threads: int, rendezvous_file: str) -> dict[str, str]:
     """Variables for a trainer worker. `rendezvous_file` must be new for every start of a worker group."""
     return {
         **driver_environment(),
-        **thread_environment(threads),
+        **compute_environment(threads),
         # A file store and loopback Gloo: torch's TCP store would listen on all interfaces.
         "DIST_INIT_METHOD": f"file://{rendezvous_file}",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -39,7 +39,7 @@ def rollout_environment(threads: int, kv_cache_gb: int, scratch: str) -> dict[st
     return {
         "TMPDIR": scratch,
         **driver_environment(),
-        **thread_environment(threads),
+        **compute_environment(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gb),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -49,10 +49,17 @@ def rollout_environment(threads: int, kv_cache_gb: int, scratch: str) -> dict[st
     }
 
 
-def thread_environment(threads: int) -> dict[str, str]:
-    """OpenMP threads that sleep while they wait; spinning costs several times the work on shared cores."""
+def compute_environment(threads: int) -> dict[str, str]:
+    """Variables that decide how fast torch computes."""
+    never = str(1 << 32)
     return {
         "OMP_NUM_THREADS": str(threads),
+        # OpenMP threads that sleep while they wait; spinning costs several times the work on shared cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
+        # glibc would hand every large tensor back to the system, and its pages would be cleared anew each time.
+        # One arena, because other threads' arenas hand large blocks back whatever the thresholds say.
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": never,
+        "MALLOC_TRIM_THRESHOLD_": never,
     }
