@@ -78,19 +78,25 @@ def timed(function) -> tuple[float, float]:
 
 
 def overhead() -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of CALLS tiny calls, through the SDK and on the worker group, turn by turn."""
+    """Seconds of CALLS tiny calls through the SDK, and then on the worker group itself."""
+    names = ("forward_backward", "optim_step")
     with server("server.model_path=bundled:tiny") as ours:
-        group = Peer("worker-group")
-        mine = {"forward_backward": lambda: ours.forward_backward(tiny_rows()), "optim_step": ours.optim_step}
-        for _ in range(5):
-            [(call(), group.measure(name)) for name, call in mine.items()]
-        seconds = {name: ([], []) for name in mine}
-        for _ in range(CALLS):
-            for name, call in mine.items():
-                seconds[name][0].append(timed(call)[0])
-                seconds[name][1].append(group.measure(name)[0])
-        group.close()
-    return seconds
+        calls = {"forward_backward": lambda: ours.forward_backward(tiny_rows()), "optim_step": ours.optim_step}
+        mine = _each(names, lambda name: timed(calls[name])[0])
+    # Two Ray clusters at once would slow the side with more processes.
+    group = Peer("worker-group")
+    theirs = _each(names, lambda name: group.measure(name)[0])
+    group.close()
+    return {name: (mine[name], theirs[name]) for name in names}
+
+
+def _each(names: tuple[str, ...], measure) -> dict[str, list[float]]:
+    """CALLS measurements of each name in turn, after five that do not count."""
+    seconds = {name: [] for name in names}
+    for _ in range(CALLS + 5):
+        for name in names:
+            seconds[name].append(measure(name))
+    return {name: values[5:] for name, values in seconds.items()}
 
 
 def rates(ours, theirs, rounds: int = ROUNDS) -> list[tuple[float, float]]:
@@ -133,8 +139,9 @@ def page(calls: dict, sampling: dict, training: list, saves: list[float]) -> str
         f"Made by `python bench/performance.py` on {os.cpu_count()} cores ({_processor()}), Python {platform.python_version()},",
         f"float32, {time.strftime('%Y-%m-%d')}. SmolLM2-135M, LoRA rank {RANK}, but for the first table, which uses the tiny model",
         "so that the server's own cost shows.", "",
-        "Both sides are up at once and take turns, one working while the other is idle: this machine's speed drifts by",
-        f"half within minutes, so only neighbours compare. Rates are medians of {ROUNDS} turns, ratios medians of each turn's ratio.", "",
+        "For the rates both sides are up at once and take turns, one working while the other is idle: this machine's speed",
+        f"drifts by half within minutes, so only neighbours compare. Rates are medians of {ROUNDS} turns, ratios medians of each",
+        "turn's ratio.", "",
         "## A tiny call through SDK and HTTP, and on the worker group itself (milliseconds)", "",
         "| call | SDK p50 | SDK p99 | group p50 | group p99 | added at p50 |", "|---|---|---|---|---|---|"]
     for name, sides in calls.items():

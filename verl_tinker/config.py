@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl_tinker import schema
+from verl_tinker.checks import check_whole
 from verl_tinker.models import ModelMap, default_cache_dir
 from verl_tinker.presets import find_preset, merged, parsed, read_preset, single
 from verl_tinker.schema import ConfigError
@@ -69,6 +71,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "server", max_concurrent_samples=1, max_training_runs=1, keep_versions=1, port=0)
+        _positive(self, "server", "session_timeout_s", "server_max_runtime")
         if self.port > 65535:
             raise ConfigError(f"server.port is {self.port}; it must be at most 65535")
 
@@ -83,6 +86,7 @@ class ActorConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "actor", max_lora_rank=1)
+        _positive(self, "actor", "lora_alpha")
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ def _build(source: str, tree: dict[str, Any], defaults: Any) -> Config:
         actor_rollout_ref=_resolved(verl, defaults, server, trainer, _strategy(tree)),
         has_ref=has_ref,
     )
-    _check_whole(config)
+    check_whole(config)
     return config
 
 
@@ -264,27 +268,6 @@ def _check_layer(layer: dict[str, Any], defaults: Any) -> None:
             schema.check_verl(value, known, key)
         else:
             schema.check_section({key: value}, SECTIONS, "")
-
-
-def _check_whole(config: Config) -> None:
-    """What no key shows by itself."""
-    verl, trainer = config.actor_rollout_ref, config.trainer
-    if config.device == "cpu" and verl.actor.strategy != "fsdp2":
-        raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; without a GPU it must be fsdp2")
-    if config.context_length > config.token_budget:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu is {config.token_budget}, less than "
-            f"actor_rollout_ref.rollout.max_model_len ({config.context_length}): what was sampled could not be trained on"
-        )
-    if config.has_rollout:
-        if verl.rollout.name != "vllm":
-            raise ConfigError(f"actor_rollout_ref.rollout.name is {verl.rollout.name}; this server samples with vllm")
-        world, share = trainer.nnodes * trainer.n_gpus_per_node, verl.rollout.get("tensor_model_parallel_size") or 1
-        if world % share:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size is {share}, which does not divide the {world} "
-                "workers of trainer.nnodes * trainer.n_gpus_per_node"
-            )
 
 
 @functools.cache
@@ -344,6 +327,13 @@ def _at_least(section: Any, name: str, **limits: int) -> None:
     for key, limit in limits.items():
         if getattr(section, key) < limit:
             raise ConfigError(f"{name}.{key} is {getattr(section, key)}; it must be at least {limit}")
+
+
+def _positive(section: Any, name: str, *keys: str) -> None:
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}.{key} is {value}; it must be a positive, finite number")
 
 
 def _labelled(label: str, function: Any, *arguments: Any) -> Any:

@@ -88,8 +88,8 @@ def test_every_variable_reaches_its_key():
 
 def test_the_model_path_is_the_nearest_that_is_given():
     assert load(ROLLOUT, "server.model_name=a/b").models["a/b"] == "a/b"
-    assert load(ROLLOUT, "actor_rollout_ref.model.path=/m").models["Qwen/Qwen3-8B"] == "/m"
-    assert load(ROLLOUT, "actor_rollout_ref.model.path=/m", "server.model_path=/n").models["Qwen/Qwen3-8B"] == "/n"
+    assert load(ROLLOUT, "actor_rollout_ref.model.path=org/m").models["Qwen/Qwen3-8B"] == "org/m"
+    assert load(ROLLOUT, "actor_rollout_ref.model.path=org/m", "server.model_path=org/n").models["Qwen/Qwen3-8B"] == "org/n"
 
 
 def test_text_stays_text_and_numbers_are_numbers():
@@ -141,6 +141,10 @@ def test_offload_reaches_the_engine_that_trains(tmp_path, strategy, section):
     ("actor_rollout_ref.rollout.max_model_len=4096", "what was sampled could not be trained on"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide the 1 workers"),
     ("actor_rollout_ref.rollout.dtype=${nowhere}", "nowhere"),
+    ("actor_rollout_ref.rollout.max_model_len=-3", "actor_rollout_ref.rollout.max_model_len is -3; it must be at least 1"),
+    ("actor.lora_alpha=.nan", "actor.lora_alpha is nan; it must be a positive, finite number"),
+    ("server.session_timeout_s=0", "server.session_timeout_s is 0; it must be a positive, finite number"),
+    ("server.model_path=/nowhere", "is to come from /nowhere, where no config.json is"),
     ("nonsense", "write key=value"),
 ])
 def test_what_cannot_be_is_one_error_that_names_the_key(override, text):
