@@ -9,7 +9,7 @@ from data import forward_backward_body, sft
 from raw import PROTOBUF
 from tinker.proto import tinker_public_pb2 as pb
 
-from verl_tinker.api.body import MAX_BODY
+from verl_tinker.api.body import MAX_BODY, MAX_DATUMS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -124,6 +124,16 @@ def test_bombs_are_refused_in_little_memory(raw):
         check_refusal(answer)
     assert memory("VmHWM") - before < 200 << 20
     assert "metrics" in raw.result(raw.forward_backward(2))
+
+
+def test_too_many_datums_are_refused_before_they_cost_memory(raw):
+    datum = b'{"model_input":{"chunks":[]}},'
+    body = b'{"model_id":"m","seq_id":1,"forward_backward_input":{"loss_fn":"cross_entropy","data":[%s]}}'
+    answer = raw.http.post("/forward_backward", content=body % (datum * 800_000)[:-1])
+    assert answer.status_code == 422 and "forward_backward_input.data" in answer.json()["detail"]
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy", data=[pb.Datum()] * (MAX_DATUMS + 1))
+    answer = post(raw.http, message.SerializeToString())
+    assert answer.status_code == 400 and f"at most {MAX_DATUMS}" in answer.json()["detail"]
 
 
 def test_oversized_bodies(raw):

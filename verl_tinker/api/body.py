@@ -14,6 +14,8 @@ from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel, ValidationError
 
 MAX_BODY = 64 << 20
+# A datum costs memory however short it is. The SDK sends 1,024 at most in one request.
+MAX_DATUMS = 16_384
 _MAX_WINDOW = 16 << 20
 _STEP = 1 << 20
 _BIG = 64 << 10

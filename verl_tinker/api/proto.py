@@ -11,6 +11,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
+from verl_tinker.api.body import MAX_DATUMS
 from verl_tinker.api.tensors import dense, densify, from_bytes, join_tokens
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.types import Datum, ForwardBackwardResult, SampledSequence, SampleResult, TopK
@@ -29,6 +30,8 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
         raise ValueError(f"body is not a ForwardBackwardRequest: {error}") from None
     if not message.model_id:
         raise ValueError("model_id is missing")
+    if len(message.data) > MAX_DATUMS:
+        raise ValueError(f"data holds {len(message.data)} datums; send at most {MAX_DATUMS} in one request")
     return message
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from verl_tinker.api.body import MAX_DATUMS
 from verl_tinker.api.tensors import dense, densify, join_tokens
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.types import AdamParams, Datum, LoraSpec, SampleRequest, SamplingParams
@@ -200,7 +201,7 @@ class JsonDatum(Wire):
 
 
 class ForwardBackwardInput(Wire):
-    data: list[JsonDatum]
+    data: list[JsonDatum] = Field(max_length=MAX_DATUMS)
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
