@@ -17,7 +17,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from verl_tinker.config import Config, add_arguments, load_config, print_config
+from verl_tinker.config import ENGINES, Config, add_arguments, load_config, print_config
 from verl_tinker.models import ModelError, resolve_model
 from verl_tinker.schema import ConfigError
 
@@ -60,17 +60,21 @@ def engine_settings(config: Config, work_folder: Path):
         max_lora_rank=config.actor.max_lora_rank,
         keep_versions=config.server.keep_versions,
         has_rollout=config.has_rollout,
-        rollout_args=_rollout_args(verl.rollout, config.device) if config.has_rollout else {},
-        rollout_gpus=0.0 if config.device == "cpu" else float(verl.rollout.tensor_model_parallel_size),
+        rollout_args=_rollout_args(verl.rollout) if config.has_rollout else {},
+        replica="in_process" if config.device == "cpu" else "stock",
+        takes_turns=config.device == "cuda" and config.has_rollout and _is_offloaded(verl.actor),
         threads=config.cpu.threads,
         kv_cache_gb=config.cpu.kv_cache_gb,
         ray_address=config.server.ray_address,
     )
 
 
-def _rollout_args(rollout, device: str) -> dict:
-    """verl's rollout section in vLLM's words."""
-    args = {
+def _rollout_args(rollout) -> dict:
+    """verl's rollout section in vLLM's words, for vLLM in one process; verl's own replica translates it itself."""
+    if rollout.data_parallel_size != 1:
+        raise ConfigError(f"actor_rollout_ref.rollout.data_parallel_size is {rollout.data_parallel_size}; it must be 1: "
+                          "every tensor_model_parallel_size GPUs are a replica of their own")
+    return {
         "dtype": rollout.dtype,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -79,11 +83,12 @@ def _rollout_args(rollout, device: str) -> dict:
         "enable_chunked_prefill": rollout.enable_chunked_prefill,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "seed": rollout.get("seed", 0) or 0,
-        "max_logprobs": 128,
     }
-    if device == "cuda":
-        args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-    return args
+
+
+def _is_offloaded(actor) -> bool:
+    """Does the trainer leave the GPUs' memory between commands?"""
+    return bool(actor[ENGINES[actor.strategy][1]].get("param_offload"))
 
 
 class Server:

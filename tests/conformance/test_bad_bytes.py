@@ -129,7 +129,7 @@ def test_bombs_are_refused_in_little_memory(raw):
 def test_too_many_datums_are_refused_before_they_cost_memory(raw):
     datum = b'{"model_input":{"chunks":[]}},'
     body = b'{"model_id":"m","seq_id":1,"forward_backward_input":{"loss_fn":"cross_entropy","data":[%s]}}'
-    answer = raw.http.post("/forward_backward", content=body % (datum * 800_000)[:-1])
+    answer = raw.http.post("/forward_backward", content=body % (datum * 100_000)[:-1])
     assert answer.status_code == 422 and "forward_backward_input.data" in answer.json()["detail"]
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy", data=[pb.Datum()] * (MAX_DATUMS + 1))
     answer = post(raw.http, message.SerializeToString())

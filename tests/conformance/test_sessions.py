@@ -96,3 +96,20 @@ def test_clones_of_a_sampler_count_from_one(raw):
     sampler = raw.base_sampler()
     joined = [raw.post("join_sampling_session", sampling_session_id=sampler)["client_counter"] for _ in range(2)]
     assert joined == [1, 2]
+
+
+def test_full_fine_tuning_takes_the_place_of_finished_adapters_and_of_no_other(start_server):
+    server = start_server(max_runs=4)
+    with server.http() as http:
+        adapters, full = [Raw(http), Raw(http)], Raw(http)
+        body = {"session_id": full.session, "base_model": BASE, "lora_config": {"rank": 0}}
+        for adapter in adapters:
+            adapter.create()
+        for number, adapter in enumerate(adapters):
+            error = full.result(full.post("create_model", model_seq_id=number, **body)["request_id"])["error"]
+            assert "needs all training runs of others to end" in error and adapter.model in error
+            http.post(f"/sessions/{adapter.session}/finish", json={"reason": {"type": "success"}})
+        full.result(full.post("create_model", model_seq_id=2, **body)["request_id"])
+        assert list(server.engine.models) == [f"{full.session}:train:2"]
+        late = Raw(http)
+        assert "an adapter beside full fine-tuning" in late.create()["error"]

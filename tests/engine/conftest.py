@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_engine import Live
+from live_engine import STOCK, Live
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
@@ -20,11 +20,12 @@ class Engines:
         self.scratch = scratch
         self.current: tuple[tuple, Live] | None = None
 
-    def get(self, *overrides: str, rollout: bool = True) -> Live:
-        wanted = (overrides, rollout)
+    def get(self, *overrides: str, rollout: bool = True, **changes) -> Live:
+        wanted = (overrides, rollout, changes)
         if self.current is None or self.current[0] != wanted:
             self.close()
-            engine = Live(list(overrides), self.scratch.mktemp("live"), rollout)
+            self.memory = set(os.listdir("/dev/shm"))
+            engine = Live(list(overrides), self.scratch.mktemp("live"), rollout, **changes)
             self.current = (wanted, engine)
             engine.start()
         return self.current[1]
@@ -45,6 +46,12 @@ def engines(tmp_path_factory):
 @pytest.fixture
 def live(engines):
     return engines.get()
+
+
+@pytest.fixture
+def stock(engines):
+    """verl's own replica, placed and put to sleep as on GPUs, on logical ones."""
+    return engines.get(*STOCK, replica="stock", takes_turns=True)
 
 
 @pytest.fixture

@@ -1,50 +1,25 @@
-"""Every signature of vLLM and verl that the engine relies on, so that an upgrade names what moved."""
+"""Every signature of vLLM and verl that the engine relies on, so that an upgrade names what moved.
+
+The installed vLLM is the one for CPU. Another is pinned for CUDA, whose signatures vllm_cuda.json holds.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import json
+import re
+from pathlib import Path
 
 import pytest
+from relied_on import VERL_CALLS, VLLM_ATTRIBUTES, VLLM_CALLS, VLLM_CPU_CALLS, VLLM_FIELDS
 
 pytestmark = pytest.mark.timeout(120)
-
-CALLS = {
-    "vllm.v1.engine.llm_engine:LLMEngine.from_engine_args": ["engine_args"],
-    "vllm.v1.engine.llm_engine:LLMEngine.add_request": ["request_id", "prompt", "params", "lora_request"],
-    "vllm.v1.engine.llm_engine:LLMEngine.abort_request": ["request_ids"],
-    "vllm.v1.engine.llm_engine:LLMEngine.step": [],
-    "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests": [],
-    "vllm.v1.engine.llm_engine:LLMEngine.add_lora": ["lora_request"],
-    "vllm.v1.engine.llm_engine:LLMEngine.remove_lora": ["lora_id"],
-    "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": ["method", "timeout", "args"],
-    "vllm.v1.engine.llm_engine:LLMEngine.apply_model": ["func"],
-    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": [],
-    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.update_metadata": [
-        "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
-    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": ["lora_request"],
-    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ["layer", "remove_weight"],
-    "verl.workers.rollout.replica:RolloutReplica.launch_servers": [],
-    "verl.workers.rollout.replica:RolloutReplicaRegistry.register": ["name", "loader"],
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead.prepare_model_outputs": [
-        "output", "output_args", "micro_batch", "logits_processor_func"],
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.forward_backward_batch": ["data", "loss_function", "forward_only"],
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_model_optimizer": [],
-    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.optimizer_step": [],
-    "verl.workers.engine_workers_tinker:_apply_optim_step_params": ["optimizer", "optim_step_params"],
-    "verl.utils.distributed:initialize_global_process_group_ray": ["timeout_second", "backend"],
-}
-FIELDS = {
-    "vllm:EngineArgs": ["model", "tokenizer", "dtype", "max_model_len", "enforce_eager", "max_num_seqs", "enable_lora",
-                        "max_num_batched_tokens", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
-                        "logprobs_mode", "max_logprobs", "seed", "disable_log_stats", "enable_prefix_caching",
-                        "enable_chunked_prefill", "tensor_parallel_size", "gpu_memory_utilization"],
-    "vllm:SamplingParams": ["n", "max_tokens", "seed", "temperature", "top_k", "top_p", "stop", "stop_token_ids",
-                            "ignore_eos", "include_stop_str_in_output", "detokenize", "logprobs", "prompt_logprobs",
-                            "skip_special_tokens", "output_kind"],
-    "vllm.lora.request:LoRARequest": ["lora_name", "lora_int_id", "lora_path"],
-}
+CALLS = VLLM_CALLS | VLLM_CPU_CALLS | VERL_CALLS
+CUDA = json.loads((Path(__file__).parent / "vllm_cuda.json").read_text())
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def resolve(place: str):
@@ -62,16 +37,49 @@ def test_a_call_takes_what_is_passed(place):
     assert not missing, f"{place}{inspect.signature(resolve(place))} has no {missing}"
 
 
-@pytest.mark.parametrize("place", FIELDS)
-def test_a_settings_class_has_the_fields_that_are_set(place):
+@pytest.mark.parametrize("place", VLLM_FIELDS)
+def test_a_class_has_the_fields_that_are_used(place):
     cls = resolve(place)
     known = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set(cls.__struct_fields__)
-    assert set(FIELDS[place]) <= known, sorted(set(FIELDS[place]) - known)
+    assert set(VLLM_FIELDS[place]) <= known, sorted(set(VLLM_FIELDS[place]) - known)
 
 
-def test_the_lora_layers_hold_their_weights_where_the_read_back_looks():
-    from vllm.lora.model_manager import LoRAModelManager
+@pytest.mark.parametrize("place", VLLM_ATTRIBUTES)
+def test_an_object_holds_what_is_read_from_it(place):
+    source = "".join(inspect.getsource(cls) for cls in resolve(place).__mro__ if cls.__module__.startswith("vllm"))
+    for name in VLLM_ATTRIBUTES[place]:
+        assert re.search(rf"\bself\.{name}\b", source), f"{place} has no {name} any more"
 
-    source = inspect.getsource(LoRAModelManager)
-    for name in ("lora_index_to_id", "packed_modules_mapping", "self.modules"):
-        assert name in source, f"LoRAModelManager has no {name} any more"
+
+@pytest.mark.parametrize("place", VLLM_CALLS)
+def test_the_vllm_for_cuda_takes_what_is_passed(place):
+    parameters = CUDA["calls"].get(place)
+    assert parameters is not None, f"{CUDA['archive']} has no {place}, or vllm_cuda.json is older than the list"
+    missing = [name for name in VLLM_CALLS[place] if name not in parameters]
+    assert not missing, f"{place}({', '.join(parameters)}) has no {missing}"
+
+
+@pytest.mark.parametrize("kind, wanted", [("fields", VLLM_FIELDS), ("attributes", VLLM_ATTRIBUTES)])
+def test_the_vllm_for_cuda_has_the_names_that_are_used(kind, wanted):
+    for place, names in wanted.items():
+        known = CUDA[kind].get(place)
+        assert known is not None, f"{CUDA['archive']} has no {place}, or vllm_cuda.json is older than the list"
+        assert set(names) <= set(known), f"{place} has no {sorted(set(names) - set(known))}"
+
+
+def test_the_signatures_for_cuda_are_those_of_the_pin():
+    pin = re.search(r"^vllm==(\S+)$", (ROOT / "requirements/cuda.txt").read_text(), re.M)[1]
+    assert CUDA["archive"].startswith(f"vllm-{pin}"), f"make vllm_cuda.json anew for {pin}: see tools/vllm_signatures.py"
+
+
+def test_the_worker_methods_that_are_called_by_name_are_there_and_clash_with_none_of_vllms():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from verl_tinker.engine.vllm_worker import TinkerWorkerExtension
+
+    source = (ROOT / "verl_tinker/engine/vllm_server.py").read_text()
+    called = {node.args[0].value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
+              and isinstance(node.func, ast.Attribute) and node.func.attr == "collective_rpc"}
+    assert called
+    for name in called:
+        assert callable(getattr(TinkerWorkerExtension, name)) and not hasattr(CPUWorker, name)

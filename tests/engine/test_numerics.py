@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numerics
 import pytest
+from answers import check_interleaved
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,3 +43,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(live, tmp_path, 
 
 def test_loading_without_the_optimizer_starts_its_moments_anew(live, tmp_path):
     assert live.do(numerics.resume_gap(live.engine, True, False, tmp_path)) > 1e-5
+
+
+def test_versions_of_every_kind_in_one_batch_answer_with_their_own_weights(live, tmp_path):
+    check_interleaved(live, tmp_path)

@@ -10,8 +10,9 @@ import plain
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from weights import adapter, full
 
-from verl_tinker.core.errors import Evicted, SyncError
+from verl_tinker.core.errors import EngineError, Evicted, SyncError
 from verl_tinker.core.types import SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
@@ -41,35 +42,6 @@ def loop(tied, tmp_path_factory):
         "max_cpu_loras": 8, "max_lora_rank": 16, "lora_target_modules": LORA_TARGETS}, str(tied))
     yield loop
     loop.close()
-
-
-def adapter(folder: Path, tied: Path, seed: int, rank: int = 8) -> Path:
-    """A PEFT folder with random A and B for every linear layer but the tied one."""
-    from verl_tinker.core.types import LoraSpec
-    from verl_tinker.engine import adapters
-
-    model = plain.load_model(tied)
-    layers = adapters.install_layers(model, adapters.linear_names(model, tied_embeddings=True))
-    made = adapters.Adapter.create(layers, LoraSpec(rank=rank, seed=seed), 32.0, torch.float32, "cpu")
-    generator = torch.Generator().manual_seed(seed)
-    for _, b in made.tensors.values():
-        torch.nn.init.normal_(b, std=0.05, generator=generator)
-    folder.mkdir()
-    made.save(folder, "base")
-    return folder
-
-
-def full(folder: Path, source: Path, change: float) -> Path:
-    """A copy of a model whose every weight is moved by `change`, as a step at that learning rate would."""
-    from transformers import AutoConfig
-
-    folder.mkdir()
-    tensors = load_file(source / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    moved = {k: v.float() + change * torch.randn(v.shape, generator=generator).sign() for k, v in tensors.items()}
-    save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
-    AutoConfig.from_pretrained(source).save_pretrained(folder)
-    return folder
 
 
 def score(loop, version: int) -> np.ndarray:
@@ -143,7 +115,7 @@ def test_a_stale_lm_head_is_caught_after_a_step_of_1e_6(loop, tied, tmp_path, mo
 
 
 def test_full_weights_that_changed_on_their_way_are_caught(loop, tied, tmp_path):
-    from verl_tinker.engine.vllm_weights import write_fingerprints
+    from verl_tinker.engine.fingerprints import write_fingerprints
 
     folder = full(tmp_path / "moved", tied, 0.01)
     tensors = load_file(folder / "model.safetensors")
@@ -193,3 +165,20 @@ def test_top_k_prompt_log_probabilities_are_sorted_and_hold_the_likeliest(loop, 
     assert result.topk_prompt.ids[1:].tolist() == ids.tolist() and result.topk_prompt.ids[0].tolist() == [0] * 5
     np.testing.assert_allclose(result.topk_prompt.logprobs[1:], values.detach().numpy(), atol=1e-4)
     assert result.sequences[0].topk.ids.shape == (1, 3)
+
+
+def test_greedy_samples_are_as_many_as_asked_for_and_all_the_same(loop):
+    request = SampleRequest(PROMPT, 3, SamplingParams(max_tokens=4, temperature=0.0))
+    sequences = loop.submit(request, 0).result(timeout=60).sequences
+    assert len(sequences) == 3 and len({tuple(s.tokens.tolist()) for s in sequences}) == 1
+
+
+def test_weights_that_give_no_numbers_are_an_error_not_an_answer(loop, tied, tmp_path):
+    folder = adapter(tmp_path / "nan", tied, 30)
+    tensors = {name: torch.full_like(t, 1e30) for name, t in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    loop.call(loop.load, 30, str(folder), 8).result(timeout=60)
+    with pytest.raises(EngineError, match="not numbers"):
+        loop.submit(SampleRequest(PROMPT, 1, SamplingParams(max_tokens=2)), 30).result(timeout=60)
+    loop.call(loop.unload, 30).result(timeout=60)
+    assert np.isfinite(score(loop, 0)).all()

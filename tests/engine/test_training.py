@@ -74,6 +74,9 @@ def test_top_k_targets_of_different_widths_in_one_batch(live, run_name):
 def test_a_failed_batch_contributes_nothing_and_earlier_ones_stay(live, tmp_path):
     data = numerics.batch(live.settings.models[0].vocab_size, seed=61)
     broken = Datum(data[0].tokens, {**data[0].inputs, "target_tokens": np.full(9, 10**9)})
+    n = len(data[0].tokens)
+    overflowing = Datum(data[0].tokens, {"target_tokens": data[0].inputs["target_tokens"].reshape(n, -1)[:, 0],
+                                         "logprobs": np.full(n, -200, np.float32), "advantages": np.ones(n, np.float32)})
     saved = []
     for name, parts in (("clean", [data[:2], data[2:]]), ("failing", [data[:2], [data[2], broken], data[2:]])):
         live.do(live.engine.create_model(name, numerics.spec(live.engine, True)))
@@ -83,6 +86,9 @@ def test_a_failed_batch_contributes_nothing_and_earlier_ones_stay(live, tmp_path
                     live.do(live.engine.forward_backward(name, part, "cross_entropy", {}, True))
             else:
                 live.do(live.engine.forward_backward(name, part, "cross_entropy", {}, True))
+        if name == "failing":
+            with pytest.raises(UserError, match="not finite"):
+                live.do(live.engine.forward_backward(name, [overflowing], "importance_sampling", {}, True))
         live.do(live.engine.optim_step(name, AdamParams(learning_rate=1e-3)))
         folder = tmp_path / name
         folder.mkdir()

@@ -6,11 +6,16 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+# verl's own replica without a GPU; with `replica="stock"` in the settings.
+STOCK = [
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_tinker.engine.cpu.vllm_worker.CpuWorkerExtension",
+    "actor_rollout_ref.rollout.free_cache_engine=true", "server.enable_offload=true"]
+
 
 class Live:
-    """An engine and the event loop that it lives on."""
+    """An engine and the event loop that it lives on. `changes` are laid over the settings that the preset gives."""
 
-    def __init__(self, overrides: list[str], scratch: Path, rollout: bool = True):
+    def __init__(self, overrides: list[str], scratch: Path, rollout: bool = True, **changes):
         from verl_tinker.config import load_config
         from verl_tinker.start import _prepare_environment, engine_settings
 
@@ -18,7 +23,7 @@ class Live:
         _prepare_environment(config)
         from verl_tinker.engine.verl_engine import VerlEngine
 
-        self.settings = replace(engine_settings(config, scratch), has_rollout=rollout)
+        self.settings = replace(engine_settings(config, scratch), has_rollout=rollout, **changes)
         self.engine = VerlEngine(self.settings)
         self.runner = asyncio.Runner()
         self.name = config.server.model_name

@@ -85,7 +85,7 @@ def test_ttl_can_be_set_and_lifted(store):
     assert store.get(path).expires_at == pytest.approx(time.time() + 100, abs=5)
     store.set_ttl(path, None)
     assert store.get(path).expires_at is None
-    with pytest.raises(UserError, match="positive"):
+    with pytest.raises(UserError, match="give 1 to"):
         check_ttl(0)
 
 

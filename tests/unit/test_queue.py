@@ -67,7 +67,9 @@ def test_a_command_that_arrives_meanwhile_waits_its_turn():
 def test_same_seq_same_future_for_each_model():
     async def body(queue, log, command):
         first = queue.submit("m", 1, "k", command("first"))
-        assert queue.submit("m", 1, "other", command("second")) is first
+        assert queue.submit("m", 1, "k", command("second")) is first
+        other = queue.submit("m", 1, "other", command("second"))
+        assert isinstance(other.error, UserError) and "seq_id 1 was a k already" in str(other.error)
         assert queue.submit("n", 1, "k", command("third")) is not first
         assert queue.submit("m", None, "k", command("x")) is not queue.submit("m", None, "k", command("y"))
         await first.wait(5)

@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.types import BaseModelInfo, Datum, LoraSpec, ModelSpec, SampleRequest, SamplingParams
-from verl_tinker.core.validate import check_batch, check_same_shape, check_spec
-from verl_tinker.core.validate_sampling import check_sample
+from verl_tinker.core.types import AdamParams, BaseModelInfo, Datum, LoraSpec, ModelSpec, SampleRequest, SamplingParams
+from verl_tinker.core.validate import check_adam, check_batch, check_same_shape, check_spec
+from verl_tinker.core.validate_sampling import MAX_TOPK, check_sample
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -67,8 +69,19 @@ def test_specs():
         check_spec(ModelSpec("m", LoraSpec(rank=-1)), MODEL, "adamw")
     with pytest.raises(UserError, match="at least one"):
         check_spec(ModelSpec("m", LoraSpec(4, None, False, False, False)), MODEL, "adamw")
+    with pytest.raises(UserError, match="lora_config.seed"):
+        check_spec(ModelSpec("m", LoraSpec(4, seed=2**70)), MODEL, "adamw")
     with pytest.raises(UserError, match="adamw"):
         check_spec(ModelSpec("m", LoraSpec()), MODEL, "dimuon")
+
+
+@pytest.mark.parametrize("fields, text", [
+    ({"learning_rate": float("nan")}, "finite"), ({"learning_rate": 1e300}, "at most 1e"), ({"eps": 1e7}, "at most 1e"),
+    ({"weight_decay": -1.0}, "at least 0"), ({"beta2": 1.0}, "below 1")])
+def test_adam_fields_that_could_ruin_an_update(fields, text):
+    assert check_adam(AdamParams(grad_clip_norm=1e30)) == AdamParams(grad_clip_norm=1e30)
+    with pytest.raises(UserError, match=f"adam_params.{next(iter(fields))} .*{text}"):
+        check_adam(AdamParams(**fields))
 
 
 def test_only_the_same_shape_loads():
@@ -88,6 +101,17 @@ def test_max_tokens():
     assert check_sample(sample(max_tokens=14), MODEL).params.max_tokens == 14
     with pytest.raises(UserError, match=r"prompt \(2 tokens\) plus sampling_params.max_tokens \(15\)"):
         check_sample(sample(max_tokens=15), MODEL)
+
+
+def test_what_vllm_would_refuse():
+    for temperature in (float("nan"), -0.1, 1e300):
+        with pytest.raises(UserError, match="temperature"):
+            check_sample(sample(temperature=temperature), MODEL)
+    request = sample()
+    limit = min(MAX_TOPK, MODEL.vocab_size)
+    check_sample(replace(request, topk_prompt_logprobs=limit), MODEL)
+    with pytest.raises(UserError, match=f"topk_prompt_logprobs is {limit + 1}; give 0 to {limit}"):
+        check_sample(replace(request, topk_prompt_logprobs=limit + 1), MODEL)
 
 
 @pytest.mark.parametrize("stop", [None, [], ["a", "b"], [1, 2]])

@@ -62,7 +62,7 @@ async def forward_backward(request: Request, service: ServiceDep) -> dict:
     try:
         data, settings = await off_loop(len(raw), proto.decode_batch, message)
     except UserError as error:
-        return _accepted(service.training.reject(message.model_id, seq, "forward_backward", error))
+        return _accepted(service.training.reject(message.model_id, seq, _kind(backward), error))
     return _accepted(
         service.training.forward_backward(message.model_id, seq, data, message.loss_fn, settings, backward)
     )
@@ -146,12 +146,16 @@ async def _submit_json(
     try:
         data = await asyncio.to_thread(content.batch)
     except UserError as error:
-        return _accepted(service.training.reject(command.model_id, command.seq_id, "forward_backward", error))
+        return _accepted(service.training.reject(command.model_id, command.seq_id, _kind(backward), error))
     return _accepted(
         service.training.forward_backward(
             command.model_id, command.seq_id, data, content.loss_fn, content.loss_fn_config or {}, backward
         )
     )
+
+
+def _kind(backward: bool) -> str:
+    return "forward_backward" if backward else "forward"
 
 
 def _accepted(future: Future) -> dict:

@@ -89,9 +89,13 @@ def check_name(name: str) -> str:
     return name
 
 
+# A hundred years: a time that every calendar can still show.
+_LONGEST_TTL = 100 * 365 * 86400
+
+
 def check_ttl(ttl_seconds: int | None) -> int | None:
-    if ttl_seconds is not None and ttl_seconds <= 0:
-        raise UserError(f"ttl_seconds is {ttl_seconds}; give a positive number of seconds, or leave it out to keep")
+    if ttl_seconds is not None and not 0 < ttl_seconds <= _LONGEST_TTL:
+        raise UserError(f"ttl_seconds is {ttl_seconds}; give 1 to {_LONGEST_TTL} seconds, or leave it out to keep")
     return ttl_seconds
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_tinker.core.errors import EngineError, TinkerError
+from verl_tinker.core.errors import EngineError, TinkerError, UserError
 from verl_tinker.core.futures import Future, FutureStore
 
 log = logging.getLogger(__name__)
@@ -47,13 +47,14 @@ class CommandQueue:
         self._consumer: asyncio.Task | None = None
 
     def submit(self, model_id: str, seq: int | None, kind: str, action: Action) -> Future:
-        """Accept a command, or return the future of the one that already has this seq, whatever it asked.
+        """Accept a command, or return the future of the one that already has this seq.
 
-        A retry may carry another body for the same command, so bodies are not compared. `seq` None is new each time.
+        A retry may carry another body for the same command, so bodies are not compared, but a command of another
+        kind is no retry: its future fails. `seq` None is new each time.
         """
         entry = self._logs.setdefault(model_id, _Log())
         if seq is not None and seq in entry.futures:
-            return entry.futures[seq]
+            return self._known(entry.futures[seq], seq, kind)
         future = self._futures.create(kind, model_id)
         if seq is not None:
             entry.futures[seq] = future
@@ -65,6 +66,13 @@ class CommandQueue:
         if self._consumer is None:
             self._consumer = asyncio.get_running_loop().create_task(self._consume())
         return future
+
+    def _known(self, earlier: Future, seq: int, kind: str) -> Future:
+        if earlier.kind == kind:
+            return earlier
+        refused = self._futures.create(kind, earlier.model_id)
+        refused.fail(UserError(f"seq_id {seq} was a {earlier.kind} already; send this {kind} with a seq_id of its own"))
+        return refused
 
     def knows(self, model_id: str) -> bool:
         """Whether any command of this model was ever accepted."""

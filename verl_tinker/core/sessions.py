@@ -117,15 +117,21 @@ class RunTable:
     def all(self) -> list[Run]:
         return list(self._runs.values())
 
-    def to_make_way(self) -> list[Run]:
-        """The runs that must be dropped before one more is created; CapacityError when too few may be."""
-        surplus = len(self._runs) + 1 - self._max_runs
-        if surplus <= 0:
-            return []
+    def to_make_way(self, spec: ModelSpec) -> list[Run]:
+        """The runs that must be dropped before a new one of `spec` is created; CapacityError when too few may be."""
         over = [run for run in self._runs.values() if self._sessions.over(run.session)]
+        full = spec.lora is None
+        # Full fine-tuning changes the weights that adapters share, so it is alone.
+        if full or any(run.spec.lora is None for run in self._runs.values()):
+            if len(over) < len(self._runs):
+                kind = "full fine-tuning (lora_config.rank 0)" if full else "an adapter beside full fine-tuning"
+                raise CapacityError(self._refusal(f"{kind} needs all training runs of others to end, and some live", over))
+            return over
+        surplus = len(self._runs) + 1 - self._max_runs
         if len(over) < surplus:
-            raise CapacityError(self._refusal())
-        return over[:surplus]
+            number = "one training run" if self._max_runs == 1 else f"{self._max_runs} training runs"
+            raise CapacityError(self._refusal(f"this server trains {number} at a time (server.max_training_runs)", over))
+        return over[: max(surplus, 0)]
 
     def why_over(self, run: Run) -> str:
         session = run.session
@@ -135,15 +141,15 @@ class RunTable:
             f"its session sent no heartbeat for {self._sessions.timeout_s:.0f} s and another run took its place"
         )
 
-    def _refusal(self) -> str:
+    def _refusal(self, reason: str, over: list[Run]) -> str:
         holders = "; ".join(
             f"{run.run_id} (base model {run.spec.base_model}, "
             f"last sign {self._sessions.silence(run.session):.0f} s ago)"
             for run in self._runs.values()
+            if run not in over
         )
-        number = "one training run" if self._max_runs == 1 else f"{self._max_runs} training runs"
         return (
-            f"this server trains {number} at a time and the place is held by {holders}. Close that client, "
-            "ServiceClient.close(), which finishes its session; or wait: a session without heartbeat for "
-            f"{self._sessions.timeout_s:.0f} s makes room"
+            f"{reason}; the place is held by {holders}. Close that client, ServiceClient.close(), which finishes its "
+            f"session; or wait: a session without heartbeat for {self._sessions.timeout_s:.0f} s makes room "
+            "(server.session_timeout_s)"
         )

@@ -110,7 +110,7 @@ class Training:
     ) -> Run:
         model = find_model(self._engine.base_models(), spec.base_model)
         spec = check_spec(spec, model, optimizer)
-        await self._make_way()
+        await self._make_way(spec)
         info = await self._engine.create_model(run_id, spec)
         now = time.time()
         run = Run(run_id, session, info.spec, list(info.notes), user_metadata, created=now, last_request=now)
@@ -122,8 +122,8 @@ class Training:
         self._runs.add(run)
         return run
 
-    async def _make_way(self) -> None:
-        for run in self._runs.to_make_way():
+    async def _make_way(self, spec: ModelSpec) -> None:
+        for run in self._runs.to_make_way(spec):
             # Accepted commands of the leaving run still end with their own results.
             await self._queue.drain(run.run_id)
             await self._drop(run, self._runs.why_over(run))

@@ -55,6 +55,8 @@ def check_spec(spec: ModelSpec, model: BaseModelInfo, optimizer: str) -> ModelSp
         raise UserError(f"lora_config.rank is {lora.rank}; give a positive rank, or 0 for full fine-tuning")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise UserError("lora_config: at least one of train_attn, train_mlp and train_unembed must be true")
+    if lora.seed is not None and not -(2**63) <= lora.seed < 2**63:
+        raise UserError(f"lora_config.seed is {lora.seed}; give a number of 64 bits")
     return spec
 
 
@@ -80,11 +82,17 @@ def check_batch(
     return [_check_datum(i, datum, loss_fn, loss, model) for i, datum in enumerate(data)], settings
 
 
+# Far above any use, and far enough below float32's ceiling that an update cannot overflow half way through.
+_ADAM_LIMIT = 1e6
+
+
 def check_adam(adam: AdamParams) -> AdamParams:
     for setting in fields(AdamParams):
         value = getattr(adam, setting.name)
         if not math.isfinite(value) or value < 0:
             raise UserError(f"adam_params.{setting.name} is {value}; give a finite number of at least 0")
+        if value > _ADAM_LIMIT and setting.name != "grad_clip_norm":
+            raise UserError(f"adam_params.{setting.name} is {value}; give a number of at most {_ADAM_LIMIT:g}")
     for name in ("beta1", "beta2"):
         if getattr(adam, name) >= 1:
             raise UserError(f"adam_params.{name} is {getattr(adam, name)}; give a number below 1")

@@ -5,7 +5,6 @@ Owns the ranges of sampling parameters. Does not check training data: `verl_tink
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from verl_tinker.core.errors import UserError
@@ -13,6 +12,10 @@ from verl_tinker.core.types import BaseModelInfo, SampleRequest, SamplingParams
 from verl_tinker.core.validate import check_tokens
 
 MAX_SAMPLES = 1024
+# vLLM wants the largest k when it starts, and keeps that many candidates for every scored position.
+MAX_TOPK = 128
+# Flat long before, and float32 would overflow long after.
+MAX_TEMPERATURE = 1e4
 
 
 def check_sample(request: SampleRequest, model: BaseModelInfo) -> SampleRequest:
@@ -22,8 +25,8 @@ def check_sample(request: SampleRequest, model: BaseModelInfo) -> SampleRequest:
         raise UserError(f"num_samples is {request.num_samples}; give 1 to {MAX_SAMPLES}")
     _check_params(request.params, model)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= model.vocab_size:
-            raise UserError(f"{name} is {getattr(request, name)}; give 0 to {model.vocab_size}")
+        if not 0 <= getattr(request, name) <= min(MAX_TOPK, model.vocab_size):
+            raise UserError(f"{name} is {getattr(request, name)}; give 0 to {min(MAX_TOPK, model.vocab_size)}")
     _check_last_n(request)
     return replace(request, params=replace(request.params, max_tokens=_room(request, model)))
 
@@ -43,8 +46,8 @@ def _room(request: SampleRequest, model: BaseModelInfo) -> int:
 def _check_params(params: SamplingParams, model: BaseModelInfo) -> None:
     if params.max_tokens is not None and params.max_tokens < 1:
         raise UserError(f"sampling_params.max_tokens is {params.max_tokens}; give at least 1")
-    if not math.isfinite(params.temperature) or params.temperature < 0:
-        raise UserError(f"sampling_params.temperature is {params.temperature}; give 0 (greedy) or more")
+    if not 0 <= params.temperature <= MAX_TEMPERATURE:
+        raise UserError(f"sampling_params.temperature is {params.temperature}; give 0 (greedy) to {MAX_TEMPERATURE:g}")
     if not 0 < params.top_p <= 1:
         raise UserError(f"sampling_params.top_p is {params.top_p}; give more than 0 and at most 1")
     if params.top_k != -1 and params.top_k < 1:

@@ -1,6 +1,6 @@
 """Starts or joins Ray, and leaves it as it was found.
 
-Owns the Ray connection of this process. Does not place workers: `trainer` and `sampler_server` do.
+Owns the Ray connection of this process. Does not place workers: `trainer` and `sampler` do.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ import ray
 
 
 class Cluster:
-    """A Ray of our own on this machine (loopback, own folder), or one that RAY_ADDRESS names."""
+    """A Ray of our own on this machine (loopback, own folder), or one that RAY_ADDRESS names.
 
-    def __init__(self, address: str | None, logical_cpus: int = 16):
+    `logical_gpus` None leaves the count to Ray; a number lets placement for GPUs run where there are none.
+    """
+
+    def __init__(self, address: str | None, logical_gpus: int | None = None, logical_cpus: int = 16):
         self.address = address
+        self.logical_gpus = logical_gpus
         self.logical_cpus = logical_cpus
         self._folder: Path | None = None
 
@@ -32,6 +36,7 @@ class Cluster:
         ray.init(
             address="local",
             num_cpus=self.logical_cpus,
+            num_gpus=self.logical_gpus,
             include_dashboard=False,
             _temp_dir=str(self._folder),
             object_store_memory=512 * 2**20,
@@ -54,3 +59,11 @@ class Cluster:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def death_reason(error: ray.exceptions.RayActorError) -> str:
+    """Why Ray says a worker died, in a line: its own text goes on about every process of the machine."""
+    text = (error.error_msg or "no message").strip()
+    if "memory" in text and ("OOM" in text or "out of memory" in text.lower()):
+        return "the machine ran short of memory; end other programs, or use a smaller model or shorter batches"
+    return text.splitlines()[0][:300]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl_tinker.core.errors import EngineError
+from verl_tinker.core.errors import EngineError, UserError
 from verl_tinker.engine.adapters import Adapter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,6 +43,7 @@ class RunState:
             yield
             if self.adapter is not None:
                 self._average_gradients(group)
+            self._check_gradients(group)
         except BaseException:
             for n, p in self.parameters.items():
                 p.grad = before[n]
@@ -60,6 +61,15 @@ class RunState:
         flat /= torch.distributed.get_world_size(group)
         for p, piece in zip(self.parameters.values(), flat.split([g.numel() for g in grads])):
             p.grad = piece.view_as(p).clone()
+
+    def _check_gradients(self, group) -> None:
+        """Raise on every rank when any rank's share holds a number that is not finite."""
+        local = [g.to_local() if isinstance(g, DTensor) else g for p in self.parameters.values() if (g := p.grad) is not None]
+        bad = torch.tensor(float(not all(bool(torch.isfinite(g).all()) for g in local)), device=local[0].device if local else "cpu")
+        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX, group=group)
+        if bad:
+            raise UserError("data: the gradient of this batch is not finite, so nothing of it was added; look for "
+                            "logprobs far below the model's own, whose ratio overflows, and for huge advantages or weights")
 
     def reset_optimizer(self) -> None:
         self.optimizer.zero_grad()

@@ -1,19 +1,23 @@
-"""The sampler seen from the server: start its replica, load versions, generate, with a limit on every wait.
+"""The sampler seen from the server: start its replicas, load versions, generate, with a limit on every wait.
 
-Owns the Ray handle of the sampler. Does not choose versions.
+Owns the replicas and which of them answers a request. Does not choose versions.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import ray
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from omegaconf import OmegaConf
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from verl_tinker.core.errors import EngineError, TinkerError
 from verl_tinker.core.types import SampleRequest, SampleResult
+from verl_tinker.core.validate_sampling import MAX_TOPK
 from verl_tinker.engine import sampler_server
+from verl_tinker.engine.cluster import death_reason
 from verl_tinker.engine.settings import EngineSettings
 
 # Both spellings: vLLM matches its own fused layers and the adapter files name the parts.
@@ -21,24 +25,64 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj",
 
 
 class Sampler:
-    """One replica; requests go to it side by side."""
+    """Replicas that all hold every version; a request goes to the one with the fewest in flight."""
 
     def __init__(self, settings: EngineSettings, environment: dict[str, str], with_lora: bool):
         self.settings = settings
         self.environment = environment
         self.with_lora = with_lora
-        self.server: Any = None
+        self.replicas: list[RolloutReplica] = []
+        self.in_flight: list[int] = []
+
+    async def start(self, trainer_group: Any = None) -> None:
+        """`trainer_group` is verl's worker group whose GPUs the stock replicas share."""
+        if self.settings.replica == "in_process":
+            self.replicas = [self._in_process()]
+            starts = [self.replicas[0].init_standalone()]
+        else:
+            count = trainer_group.world_size // self.settings.verl_config.rollout.tensor_model_parallel_size
+            self.replicas = [self._stock(rank) for rank in range(count)]
+            starts = [replica.init_hybrid(trainer_group) for replica in self.replicas]
+        self.in_flight = [0] * len(self.replicas)
+        await asyncio.gather(*(self._bounded(i, "start", start, self.settings.start_timeout_s)
+                               for i, start in enumerate(starts)))
+
+    def _in_process(self) -> RolloutReplica:
+        s = self.settings
+        replica_class = RolloutReplicaRegistry.get("vllm_in_process")
+        replica = replica_class(replica_rank=0, config=s.verl_config.rollout, model_config=s.verl_config.model)
+        replica.settings = sampler_server.SamplerSettings(
+            model_folder=str(s.model_folder), engine_args=self._engine_args(), environment=self.environment, cpus=1)
+        return replica
+
+    def _stock(self, rank: int) -> RolloutReplica:
+        s = self.settings
+        # The preset's own arguments for vLLM win.
+        rollout = OmegaConf.merge({"engine_kwargs": {"vllm": self._version_args()}}, s.verl_config.rollout,
+                                  {"max_model_len": self._max_context()})
+        return RolloutReplicaRegistry.get("vllm_versions")(
+            replica_rank=rank, config=rollout, model_config=s.verl_config.model, gpus_per_node=s.n_workers_per_node,
+            # `prompt_logprobs` corrects the first version of vLLM's model runner.
+            environment={**self.environment, "VLLM_USE_V2_MODEL_RUNNER": "0"})
+
+    def _max_context(self) -> int:
+        return min(m.max_context for m in self.settings.models)
 
     def _engine_args(self) -> dict[str, Any]:
-        s = self.settings
-        args = {
-            "model": str(s.model_folder),
-            "tokenizer": str(s.model_folder),
-            "max_model_len": min(m.max_context for m in s.models),
-            "logprobs_mode": "processed_logprobs",
+        """All that vLLM is told in process; the stock replica makes most of it from verl's rollout section."""
+        return {
+            "model": str(self.settings.model_folder),
+            "tokenizer": str(self.settings.model_folder),
+            "max_model_len": self._max_context(),
             "disable_log_stats": True,
-            **s.rollout_args,
+            **self.settings.rollout_args,
+            **self._version_args(),
         }
+
+    def _version_args(self) -> dict[str, Any]:
+        """What versions and their checks need of vLLM, beyond verl's rollout section."""
+        s = self.settings
+        args: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "max_logprobs": MAX_TOPK}
         if self.with_lora:
             args |= {
                 "enable_lora": True,
@@ -49,47 +93,72 @@ class Sampler:
             }
         return args
 
-    async def start(self) -> None:
-        s = self.settings
-        settings = sampler_server.SamplerSettings(
-            model_folder=str(s.model_folder), engine_args=self._engine_args(), environment=self.environment,
-            cpus=1, gpus=s.rollout_gpus, on_cpu=s.device == "cpu")
-        replica_class = RolloutReplicaRegistry.get("vllm_in_process")
-        replica = replica_class(replica_rank=0, config=s.verl_config.rollout, model_config=s.verl_config.model)
-        replica.settings = settings
-        await self._bounded("start", replica.init_standalone(), s.start_timeout_s)
-        self.server = replica.server_handle
-
     async def generate(self, request: SampleRequest, version: int) -> SampleResult:
-        return await self._bounded("generate", self.server.generate.remote(request, version))
+        i = min(range(len(self.replicas)), key=self.in_flight.__getitem__)
+        self.in_flight[i] += 1
+        try:
+            return await self._ask(i, "sample", request, version)
+        finally:
+            self.in_flight[i] -= 1
 
     async def load_version(self, version: int, folder: str, rank: int) -> dict[str, str]:
-        return await self._bounded("load_version", self.server.load_version.remote(version, folder, rank))
+        """On every replica or on none."""
+        answers = await asyncio.gather(
+            *(self._ask(i, "load_version", version, folder, rank) for i in range(len(self.replicas))),
+            return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if errors:
+            await self.unload_version(version)
+            raise errors[0]
+        return answers[0]
 
     async def unload_version(self, version: int) -> None:
-        await self._bounded("unload_version", self.server.unload_version.remote(version))
+        await self._ask_all("unload_version", version)
 
-    async def ping(self) -> int:
-        return await self._bounded("ping", self.server.ping.remote(), 60)
+    async def ping(self) -> list[int]:
+        return await self._ask_all("ping", limit=60)
 
-    async def _bounded(self, name: str, reference, limit: float | None = None) -> Any:
+    async def sleep(self) -> None:
+        """Give the GPUs' memory away: base weights go to host memory, adapters and versions survive."""
+        await asyncio.gather(*(self._bounded(i, "sleep", replica.sleep()) for i, replica in enumerate(self.replicas)))
+
+    async def wake_up(self) -> None:
+        await asyncio.gather(*(self._bounded(i, "wake_up", replica.wake_up()) for i, replica in enumerate(self.replicas)))
+
+    async def _ask_all(self, method: str, *args, limit: float | None = None) -> list[Any]:
+        return await asyncio.gather(*(self._ask(i, method, *args, limit=limit) for i in range(len(self.replicas))))
+
+    async def _ask(self, i: int, method: str, *args, limit: float | None = None) -> Any:
+        return await self._bounded(i, method, getattr(self.replicas[i].server_handle, method).remote(*args), limit)
+
+    async def _bounded(self, i: int, name: str, answer: Awaitable, limit: float | None = None) -> Any:
         limit = limit or self.settings.timeout_s
+        who = "the sampler" if len(self.replicas) == 1 else f"sampler replica {i}"
         try:
-            return await asyncio.wait_for(_awaitable(reference), limit)
+            return await asyncio.wait_for(_awaited(answer), limit)
         except TimeoutError:
-            raise EngineError(f"the sampler did not answer {name} within {limit:.0f} s") from None
+            raise EngineError(f"{who} did not answer {name} within {limit:.0f} s") from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, TinkerError):
                 raise error.cause from None
-            raise EngineError(f"the sampler failed in {name}: {error.cause!r}") from error
+            raise EngineError(f"{who} failed in {name}: {error.cause!r}") from error
         except ray.exceptions.RayActorError as error:
-            raise EngineError(f"the sampler process died ({error.error_msg or 'no message'}); restart the server") from error
+            raise EngineError(f"{who}'s process died ({death_reason(error)}); restart the server") from error
 
-    def close(self) -> None:
-        if self.server is not None:
-            ray.kill(self.server)
-            self.server = None
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
+        self.replicas = []
 
 
-async def _awaitable(reference):
-    return await reference
+async def _awaited(answer: Awaitable) -> Any:
+    return await answer
+
+
+def _load_version_replica() -> type[RolloutReplica]:
+    # The module imports all of vLLM, which the in-process replica keeps out of the server's process.
+    from verl_tinker.engine.vllm_server import VersionReplica
+
+    return VersionReplica
+
+
+RolloutReplicaRegistry.register("vllm_versions", _load_version_replica)

@@ -1,70 +1,38 @@
-"""One vLLM engine and the thread that steps it: admission, versions, results.
+"""One vLLM engine in this process and the thread that steps it.
 
-Owns which weights are in the engine and which requests run on them. Does not know Ray or the trainer.
+Owns the thread and the traffic with it. Does not know Ray or the trainer, and `admission` decides what runs when.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from verl_tinker.core.errors import EngineError, Evicted, SyncError, TinkerError, UserError
-from verl_tinker.core.types import SampleRequest, SampleResult
-from verl_tinker.engine import vllm_weights
-from verl_tinker.engine.sampling import sample_result, vllm_params
-
-BASE = 0
-
-
-@dataclass(frozen=True)
-class Version:
-    """Weights that can be sampled. `rank` 0 is full weights; the folder is immutable while the version lives."""
-
-    folder: str
-    rank: int
-
-    @property
-    def is_adapter(self) -> bool:
-        return self.rank > 0
-
-
-@dataclass
-class _Waiting:
-    """`loaded` None is the base model; `base` is the version whose full weights the request needs."""
-
-    request: SampleRequest
-    version: int
-    loaded: Version | None
-    base: int
-    future: Future
+from verl_tinker.core.errors import EngineError, SyncError, TinkerError, UserError
+from verl_tinker.core.types import SampleRequest
+from verl_tinker.engine import prompt_logprobs, vllm_weights
+from verl_tinker.engine.admission import Admission, Item, Version, adapter_label
+from verl_tinker.engine.fingerprints import Fingerprints, check_adapter, check_received
+from verl_tinker.engine.sampling import REFUSALS, sample_result, vllm_params
 
 
 class SamplerLoop:
-    """Runs requests in order of arrival, grouped by the base weights they need.
-
-    Adapters answer side by side. Full-weight versions take turns: once a request for other weights waits,
-    later requests queue behind it, so none starves.
-    """
+    """Every method may be called from any thread; only the loop's own thread touches the engine."""
 
     def __init__(self, engine_args: dict, base_folder: str):
+        prompt_logprobs.install()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         self.max_context = self.engine.model_config.max_model_len
-        self.base_folder = base_folder
-        self.loaded_base = BASE
-        self.versions: dict[int, Version] = {}
+        self.admission = Admission(base_folder)
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self._waiting: deque[_Waiting] = deque()
-        self._running: dict[str, _Waiting] = {}
-        self._retired: set[int] = set()
+        self._running: dict[str, Item] = {}
         self._counter = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
@@ -97,7 +65,7 @@ class SamplerLoop:
     def _run(self) -> None:
         while not self._closing:
             try:
-                self._drain(block=not self._running and not self._waiting)
+                self._drain(block=not self._running and not self.admission.waiting)
                 self._admit()
                 if self.engine.has_unfinished_requests():
                     for output in self.engine.step():
@@ -116,113 +84,89 @@ class SamplerLoop:
                 return
 
     def _enqueue(self, request: SampleRequest, version: int, future: Future) -> None:
-        if version != BASE and version not in self.versions:
-            future.set_exception(Evicted(f"version {version} is not loaded in the sampler any more"))
-            return
-        loaded = self.versions.get(version)
-        base = version if loaded is not None and not loaded.is_adapter else BASE
-        self._waiting.append(_Waiting(request, version, loaded, base, future))
+        try:
+            self.admission.enqueue(request, version, future)
+        except TinkerError as error:
+            future.set_exception(error)
 
     def _admit(self) -> None:
-        if self._waiting and self._waiting[0].base != self.loaded_base and not self._running:
-            self._change_base(self._waiting[0])
-        while self._waiting and self._waiting[0].base == self.loaded_base:
-            self._start(self._waiting.popleft())
+        wanted = self.admission.base_to_load()
+        if wanted is not None:
+            self._change_base(*wanted)
+        for item in self.admission.start():
+            self._start(item)
 
-    def _change_base(self, first: _Waiting) -> None:
-        """Load the weights of the request that has waited longest, and let all others that need them go first."""
-        same = [w for w in self._waiting if w.base == first.base]
-        others = [w for w in self._waiting if w.base != first.base]
+    def _change_base(self, base: int, folder: str) -> None:
+        self.admission.base_is_changing()
         try:
-            self._load_base(self.base_folder if first.base == BASE else first.loaded.folder, first.base)
+            self._load_base(base, folder)
         except Exception as error:
-            self._waiting = deque(others)
-            for item in same:
+            for item in self.admission.base_failed(base):
                 item.future.set_exception(error if isinstance(error, TinkerError) else EngineError(repr(error)))
-            return
-        self._waiting = deque(same + others)
+        else:
+            self.admission.base_loaded(base)
 
-    def _start(self, item: _Waiting) -> None:
+    def _load_base(self, base: int, folder: str) -> None:
+        received = self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder))[0]
+        self.engine.reset_prefix_cache()
+        check_received(Path(folder), received)
+        stale = self.engine.apply_model(vllm_weights.stale_packed_layers)[0]
+        if stale:
+            raise SyncError(f"after loading version {base}, {stale[0]} still computes with old weights")
+
+    def _start(self, item: Item) -> None:
         self._counter += 1
         request_id = f"{self._counter}"
+        self._running[request_id] = item
         try:
-            lora = self._lora_request(item.version, item.loaded) if item.loaded and item.loaded.is_adapter else None
+            lora = LoRARequest(adapter_label(item.version), item.version, item.adapter) if item.adapter else None
             prompt = {"prompt_token_ids": [int(t) for t in item.request.prompt]}
             self.engine.add_request(request_id, prompt, vllm_params(item.request, self.max_context), lora_request=lora)
-        except ValueError as error:
-            item.future.set_exception(UserError(f"sampling_params: {error}"))
-            return
+        except REFUSALS as error:
+            self._end(request_id).future.set_exception(UserError(f"sampling_params: {error}"))
         except BaseException as error:
-            item.future.set_exception(EngineError(f"vLLM refused the request: {error}"))
-            return
-        self._running[request_id] = item
+            self._end(request_id).future.set_exception(EngineError(f"vLLM refused the request: {error}"))
 
     def _finish(self, output) -> None:
-        item = self._running.get(output.request_id)
-        if item is None or not output.finished:
+        if output.request_id not in self._running or not output.finished:
             return
-        del self._running[output.request_id]
+        item = self._end(output.request_id)
         try:
-            wanted = f"v{item.version}" if item.loaded and item.loaded.is_adapter else None
-            drawn = output.lora_request.lora_name if output.lora_request else None
-            if drawn != wanted or item.base != self.loaded_base:
-                raise EngineError(f"asked version {item.version}, but vLLM answered from {drawn} on {self.loaded_base}")
+            self.admission.check_drawn(item, output.lora_request.lora_name if output.lora_request else None)
             item.future.set_result(sample_result(item.request, output, item.version))
         except BaseException as error:
             item.future.set_exception(error)
         self._remove_retired()
 
+    def _end(self, request_id: str) -> Item:
+        item = self._running.pop(request_id)
+        self.admission.finish(item)
+        return item
+
     def _fail_all(self, error: BaseException) -> None:
         if self._running:
             self.engine.abort_request(list(self._running))
-        for item in [*self._running.values(), *self._waiting]:
+        for item in self.admission.clear():
             item.future.set_exception(EngineError(f"the sampler failed: {error!r}"))
         self._running.clear()
-        self._waiting.clear()
 
-    @staticmethod
-    def _lora_request(version: int, loaded: Version) -> LoRARequest:
-        # vLLM keys its prefix cache by this name, so it must be unique for ever.
-        return LoRARequest(f"v{version}", version, loaded.folder)
-
-    def load(self, version: int, folder: str, rank: int) -> dict[str, str]:
+    def load(self, version: int, folder: str, rank: int) -> Fingerprints:
         """Make a folder sampleable; returns fingerprints of what is in the engine. Runs in the loop's thread."""
-        loaded = Version(folder, rank)
-        if loaded.is_adapter:
-            self.engine.add_lora(self._lora_request(version, loaded))
-            sent = vllm_weights.adapter_tensors(Path(folder), self.engine.model_config.dtype)
-            shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
-            prints = self.engine.collective_rpc(vllm_weights.loaded_adapter_fingerprints, args=(version, shapes))[0]
+        loaded: Fingerprints = {}
+        if rank:
+            wanted, loaded = self.engine.collective_rpc(vllm_weights.load_adapter, args=(version, folder))[0]
             try:
-                vllm_weights.check_adapter({n: vllm_weights.fingerprint(t) for n, t in sent.items()}, prints, version)
+                check_adapter(wanted, loaded, version)
             except SyncError:
                 self.engine.remove_lora(version)
                 raise
-            self.versions[version] = loaded
-            return prints
-        self.versions[version] = loaded
-        return {}
+        self.admission.versions[version] = Version(folder, rank)
+        return loaded
 
     def unload(self, version: int) -> None:
-        """Refuse the version from now on; requests that were accepted still end on it."""
-        loaded = self.versions.pop(version, None)
-        if loaded is not None and loaded.is_adapter:
-            self._retired.add(version)
-            self._remove_retired()
+        self.admission.unload(version)
+        self._remove_retired()
 
     def _remove_retired(self) -> None:
-        if self._retired:
-            used = {item.version for item in (*self._running.values(), *self._waiting)}
-            for version in self._retired - used:
-                self.engine.remove_lora(version)
-            self._retired &= used
-
-    def _load_base(self, folder: str, version: int) -> None:
-        self.loaded_base = -1
-        received = self.engine.apply_model(lambda model: vllm_weights.load_base_weights(model, folder))[0]
-        self.engine.reset_prefix_cache()
-        vllm_weights.check_received(Path(folder), received)
-        stale = self.engine.apply_model(vllm_weights.stale_packed_layers)[0]
-        if stale:
-            raise SyncError(f"after loading version {version}, {stale[0]} still computes with old weights")
-        self.loaded_base = version
+        for version in self.admission.removable():
+            self.engine.remove_lora(version)

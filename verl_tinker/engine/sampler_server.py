@@ -1,6 +1,6 @@
 """The Ray actor that holds vLLM in one process, and the RolloutReplica through which verl knows it.
 
-Owns the process boundary of sampling. Does not decide versions or order: `sampler_loop` does.
+Owns the process boundary of sampling without a GPU. Does not decide versions or order: `sampler_loop` does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ class SamplerSettings:
     engine_args: dict[str, Any]
     environment: dict[str, str]
     cpus: float
-    gpus: float
-    on_cpu: bool
 
 
 class SamplerServer:
@@ -39,12 +37,10 @@ class SamplerServer:
         self.loop = await asyncio.to_thread(self._build)
 
     def _build(self):
+        from verl_tinker.engine.cpu import vllm_cpu
         from verl_tinker.engine.sampler_loop import SamplerLoop
 
-        if self.settings.on_cpu:
-            from verl_tinker.engine.cpu import vllm_cpu
-
-            vllm_cpu.install()
+        vllm_cpu.install()
         return SamplerLoop(self.settings.engine_args, self.settings.model_folder)
 
     async def ping(self) -> int:
@@ -52,7 +48,7 @@ class SamplerServer:
         await asyncio.wrap_future(self.loop.call(int))
         return os.getpid()
 
-    async def generate(self, request: SampleRequest, version: int) -> SampleResult:
+    async def sample(self, request: SampleRequest, version: int) -> SampleResult:
         return await asyncio.wrap_future(self.loop.submit(request, version))
 
     async def load_version(self, version: int, folder: str, rank: int) -> dict[str, str]:
@@ -71,7 +67,6 @@ class InProcessReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         actor = ray.remote(SamplerServer).options(
             num_cpus=self.settings.cpus,
-            num_gpus=self.settings.gpus,
             max_concurrency=self.max_concurrency,
             runtime_env={"env_vars": self.settings.environment},
         )
@@ -84,6 +79,11 @@ class InProcessReplica(RolloutReplica):
         """verl's own version reserves GPUs for worker processes, of which there are none here."""
         self.rollout_mode = RolloutMode.STANDALONE
         await self.launch_servers()
+
+    async def close(self) -> None:
+        for server in self.servers:
+            ray.kill(server)
+        self.servers = []
 
 
 RolloutReplicaRegistry.register("vllm_in_process", lambda: InProcessReplica)

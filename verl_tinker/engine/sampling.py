@@ -6,12 +6,16 @@ Owns the mapping of every sampling parameter and of log-probabilities. Does not 
 from __future__ import annotations
 
 import numpy as np
+import vllm.exceptions
 from vllm import SamplingParams as VllmParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from verl_tinker.core.errors import EngineError
 from verl_tinker.core.types import SampledSequence, SampleRequest, SampleResult, TopK
 
+# What vLLM raises for a request that it refuses: a ValueError in older versions, a type of its own in newer ones.
+REFUSALS = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
 _EMPTY_LOGPROB = -99999.0
 # vLLM reads a seed as a signed 64-bit number.
 _SEED_RANGE = 2**63 - 1
@@ -25,7 +29,8 @@ def vllm_params(request: SampleRequest, max_context: int) -> VllmParams:
     ids = [int(s) for s in stop if not isinstance(s, str)]
     wants_prompt = request.prompt_logprobs or request.topk_prompt_logprobs > 0
     return VllmParams(
-        n=request.num_samples,
+        # vLLM refuses several greedy samples; they are all the same one.
+        n=1 if p.temperature == 0 else request.num_samples,
         max_tokens=p.max_tokens if p.max_tokens is not None else max_context - len(request.prompt),
         seed=None if p.seed is None else p.seed % _SEED_RANGE,
         temperature=p.temperature,
@@ -53,8 +58,9 @@ def sample_result(request: SampleRequest, output: RequestOutput, version: int) -
                 prompt_logprobs[i] = entry[int(request.prompt[i])].logprob
         if request.topk_prompt_logprobs:
             topk_prompt = _topk(output.prompt_logprobs, request.topk_prompt_logprobs)
+    sequences = [_sequence(o, request.topk_sample_logprobs) for o in sorted(output.outputs, key=lambda o: o.index)]
     return SampleResult(
-        sequences=[_sequence(o, request.topk_sample_logprobs) for o in sorted(output.outputs, key=lambda o: o.index)],
+        sequences=sequences * (request.num_samples // len(sequences)),
         version=version,
         prompt_logprobs=prompt_logprobs if request.prompt_logprobs else None,
         topk_prompt=topk_prompt,
@@ -63,8 +69,12 @@ def sample_result(request: SampleRequest, output: RequestOutput, version: int) -
 
 
 def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
+    if output.finish_reason == "abort":
+        raise EngineError("vLLM broke the request off")
     tokens = np.asarray(output.token_ids, np.int32)
     logprobs = np.asarray([entry[t].logprob for t, entry in zip(output.token_ids, output.logprobs)], np.float32)
+    if np.isnan(logprobs).any():
+        raise EngineError("the model gave log-probabilities that are not numbers; its weights are no use for this prompt")
     reason = "length" if output.finish_reason == "length" else "stop"
     return SampledSequence(tokens, logprobs, reason, _topk(output.logprobs, k) if k else None)
 

@@ -16,8 +16,10 @@ from verl_tinker.core.types import BaseModelInfo
 class EngineSettings:
     """`verl_config` is verl's actor_rollout_ref section; `model_folder` holds the base model's weights.
 
-    `mode` auto lets the first run decide between an adapter and full fine-tuning. `timeout_s` bounds each wait for
-    a worker's answer, `start_timeout_s` the start of one.
+    `mode` auto lets the first run decide between an adapter and full fine-tuning. `replica` is vLLM in one process, or
+    verl's own replicas on the trainer's GPUs; with `takes_turns` one side's memory is given to the other. `rollout_args`
+    are vLLM's arguments in one process. `timeout_s` bounds each wait for a worker's answer, `start_timeout_s` the
+    start of one.
     """
 
     device: Literal["cpu", "cuda"]
@@ -32,8 +34,9 @@ class EngineSettings:
     max_lora_rank: int = 128
     keep_versions: int = 8
     has_rollout: bool = True
+    replica: Literal["in_process", "stock"] = "in_process"
+    takes_turns: bool = False
     rollout_args: dict[str, Any] = field(default_factory=dict)
-    rollout_gpus: float = 0.0
     threads: int = 2
     kv_cache_gb: int = 1
     ray_address: str | None = None

@@ -15,6 +15,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl_tinker.core.errors import EngineError, TinkerError
 from verl_tinker.core.types import Datum, ForwardBackwardResult
 from verl_tinker.engine.batches import make_batch, read_logprobs
+from verl_tinker.engine.cluster import death_reason
 from verl_tinker.engine.settings import EngineSettings
 from verl_tinker.engine.worker import TinkerWorker
 
@@ -33,8 +34,9 @@ class Trainer:
 
     def _start(self) -> None:
         s = self.settings
-        on_gpu = s.device == "cuda"
-        self.pool = RayResourcePool([s.n_workers_per_node] * s.nnodes, use_gpu=on_gpu, max_colocate_count=1)
+        # verl's replica asks Ray for the devices of the workers that it joins, on CPU too: logical ones.
+        self.pool = RayResourcePool(
+            [s.n_workers_per_node] * s.nnodes, use_gpu=s.device == "cuda" or s.replica == "stock", max_colocate_count=1)
         init = RayClassWithInitArgs(ray.remote(TinkerWorker), config=s.verl_config, role="actor")
         self.group = RayWorkerGroup(
             resource_pool=self.pool, ray_cls_with_init=init, device_name=s.device, worker_env=self.environment)
@@ -75,12 +77,13 @@ class Trainer:
             return await asyncio.wait_for(asyncio.to_thread(function, *args), limit)
         except TimeoutError:
             raise EngineError(f"the trainer did not answer {name} within {limit:.0f} s") from None
+        except ray.exceptions.RayTaskError as error:
+            # Before TinkerError: what Ray raises is both, and its text is a traceback.
+            raise _cause(error) from error
         except TinkerError:
             raise
-        except ray.exceptions.RayTaskError as error:
-            raise _cause(error) from error
         except ray.exceptions.RayActorError as error:
-            raise EngineError(f"a trainer worker died ({error.error_msg or 'no message'}); restart the server") from error
+            raise EngineError(f"a trainer worker died ({death_reason(error)}); restart the server") from error
 
     def close(self) -> None:
         if self.group is not None:

@@ -31,6 +31,7 @@ from verl_tinker.engine.cpu.environment import rollout_environment, worker_envir
 from verl_tinker.engine.sampler import Sampler
 from verl_tinker.engine.settings import EngineSettings
 from verl_tinker.engine.trainer import Trainer
+from verl_tinker.engine.turns import Side, SideBySide, Turns
 
 
 class VerlEngine:
@@ -38,9 +39,11 @@ class VerlEngine:
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
-        self.cluster = Cluster(settings.ray_address)
+        is_rehearsal = settings.device == "cpu" and settings.replica == "stock"
+        self.cluster = Cluster(settings.ray_address, settings.n_workers_per_node if is_rehearsal else None)
         self.trainer: Trainer | None = None
         self.sampler: Sampler | None = None
+        self.turns: SideBySide | Turns = SideBySide()
         self.runs: dict[str, ModelSpec] = {}
         self._base_probe: np.ndarray | None = None
 
@@ -54,21 +57,38 @@ class VerlEngine:
         report("starting the trainer" + (" and the sampler" if s.has_rollout else ""))
         on_cpu = s.device == "cpu"
         self.trainer = Trainer(s, worker_environment(s.threads, self.cluster.rendezvous_file()) if on_cpu else {})
-        starts = [self.trainer.start()]
         if s.has_rollout:
             environment = rollout_environment(s.threads, s.kv_cache_gb, str(s.work_folder)) if on_cpu else {}
             self.sampler = Sampler(s, environment, with_lora=s.mode != "full")
-            starts.append(self.sampler.start())
-        await asyncio.gather(*starts)
+        await self._start_workers()
         report("comparing trainer and sampler")
-        self._base_probe = await self.trainer.logprobs(None, self._probe_tokens())
+        async with self.turns.turn("training"):
+            self._base_probe = await self.trainer.logprobs(None, self._probe_tokens())
         if self.sampler is not None:
-            await self._compare(0, self._base_probe)
+            async with self.turns.turn("sampling"):
+                await self._compare(0, self._base_probe)
+
+    async def _start_workers(self) -> None:
+        if self.sampler is None:
+            await self.trainer.start()
+        elif self.settings.replica == "in_process":
+            await asyncio.gather(self.trainer.start(), self.sampler.start())
+        else:
+            # vLLM measures the memory that the trainer leaves, and takes its place on the trainer's GPUs.
+            await self.trainer.start()
+            await self.sampler.start(self.trainer.group)
+        if self.settings.takes_turns:
+            self.turns = Turns(self._give_memory_to, "sampling")
+
+    async def _give_memory_to(self, side: Side) -> None:
+        """The trainer needs no word: verl loads it for each command and offloads it afterwards."""
+        await (self.sampler.sleep() if side == "training" else self.sampler.wake_up())
 
     async def close(self) -> None:
-        for part in (self.sampler, self.trainer):
-            if part is not None:
-                part.close()
+        if self.sampler is not None:
+            await self.sampler.close()
+        if self.trainer is not None:
+            self.trainer.close()
         self.sampler = self.trainer = None
         await asyncio.to_thread(self.cluster.stop)
 
@@ -103,33 +123,44 @@ class VerlEngine:
                 notes.append(f"train_unembed is off: {info.name} ties its unembedding to the embedding")
             if not (spec.lora.train_attn or spec.lora.train_mlp or spec.lora.train_unembed):
                 raise UserError("lora_config: nothing is left to train; set train_attn or train_mlp")
-        await self.trainer.call("create_run", model_id, spec.lora, s.lora_alpha)
+        async with self.turns.turn("training"):
+            await self.trainer.call("create_run", model_id, spec.lora, s.lora_alpha)
         self.runs[model_id] = spec
         return ModelInfo(spec, notes)
 
     async def drop_model(self, model_id: str) -> None:
         if self.runs.pop(model_id, None) is not None:
+            # Needs no turn: it only lets go.
             await self.trainer.call("drop_run", model_id)
 
     async def forward_backward(
         self, model_id: str, data: list[Datum], loss_fn: str, config: dict[str, float], backward: bool
     ) -> ForwardBackwardResult:
-        return await self.trainer.forward_backward(model_id, data, loss_fn, config, backward)
+        async with self.turns.turn("training"):
+            return await self.trainer.forward_backward(model_id, data, loss_fn, config, backward)
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return await self.trainer.call("step_run", model_id, adam)
+        async with self.turns.turn("training"):
+            return await self.trainer.call("step_run", model_id, adam)
 
     async def save_state(self, model_id: str, folder: Path) -> None:
-        await self.trainer.call("save_weights", model_id, str(folder), self.runs[model_id].base_model)
-        await self.trainer.call("save_optimizer", model_id, str(folder))
+        async with self.turns.turn("training"):
+            await self.trainer.call("save_weights", model_id, str(folder), self.runs[model_id].base_model)
+            await self.trainer.call("save_optimizer", model_id, str(folder))
 
     async def load_state(self, model_id: str, folder: Path, optimizer: bool) -> None:
-        await self.trainer.call("load_run", model_id, str(folder), optimizer)
+        async with self.turns.turn("training"):
+            await self.trainer.call("load_run", model_id, str(folder), optimizer)
 
     async def export_sampler(self, model_id: str, folder: Path) -> None:
-        await self.trainer.call("save_weights", model_id, str(folder), self.runs[model_id].base_model)
         tokens = self._probe_tokens()
-        logprobs = await self.trainer.logprobs(model_id, tokens)
+        async with self.turns.turn("training"):
+            await self.trainer.call("save_weights", model_id, str(folder), self.runs[model_id].base_model)
+            logprobs = await self.trainer.logprobs(model_id, tokens)
+        if not np.isfinite(logprobs).all():
+            # Such weights must not reach the sampler: its key-value cache would carry the NaN into other requests.
+            raise UserError("the run's weights give log-probabilities that are not finite, so there is nothing to sample "
+                            "from; load an earlier checkpoint and lower adam_params.learning_rate")
         probe.write(folder, tokens, logprobs, self._base_probe)
 
     async def load_version(self, version: int, base_model: str, folder: Path) -> None:
@@ -139,20 +170,23 @@ class VerlEngine:
         saved = probe.read(folder)
         if saved is None:
             raise EngineError(f"{folder.name} has no {probe.FILE}; export it from a training run")
-        await self.sampler.load_version(version, str(folder), _adapter_rank(folder))
-        try:
-            await self._compare(version, saved[1])
-        except BaseException:
-            await self.sampler.unload_version(version)
-            raise
+        async with self.turns.turn("sampling"):
+            await self.sampler.load_version(version, str(folder), _adapter_rank(folder))
+            try:
+                await self._compare(version, saved[1])
+            except BaseException:
+                await self.sampler.unload_version(version)
+                raise
 
     async def retire_version(self, version: int) -> None:
-        await self.sampler.unload_version(version)
+        async with self.turns.turn("sampling"):
+            await self.sampler.unload_version(version)
 
     async def sample(self, base_model: str, version: int, request: SampleRequest) -> SampleResult:
         if self.sampler is None:
             raise UserError("this preset has no sampler; start the server with configs/quick_start/actor_rollout.yaml")
-        return await self.sampler.generate(request, version)
+        async with self.turns.turn("sampling"):
+            return await self.sampler.generate(request, version)
 
     def _probe_tokens(self) -> np.ndarray:
         return probe.probe_tokens(min(m.vocab_size for m in self.settings.models))

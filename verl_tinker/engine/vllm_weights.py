@@ -1,88 +1,57 @@
 """Puts weights into a running vLLM engine and reads back what is really there.
 
-Owns adapter and base-weight loading in the sampler's process, and their fingerprints. Does not decide
-which version a request is answered by: `sampler_loop` does.
+Owns adapter and base-weight loading in the processes that hold the model, and their fingerprints. Does not decide
+which version a request is answered by: `admission` does.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from verl.utils.vllm import resolve_weight_name
+from vllm.lora.request import LoRARequest
 
-from verl_tinker.core.errors import SyncError
-
-Fingerprints = dict[str, str]
-FILE = "fingerprints.json"
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's bytes, shape included."""
-    tensor = tensor.detach().cpu().contiguous()
-    digest = hashlib.blake2b(str(tuple(tensor.shape)).encode(), digest_size=16)
-    digest.update(tensor.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+from verl_tinker.engine.admission import adapter_label
+from verl_tinker.engine.fingerprints import Fingerprints, adapter_tensors, fingerprint
 
 
-def adapter_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a sampler must hold for a PEFT folder, by `module.A` and `module.B`: A, and B times the scale."""
-    config = json.loads((folder / "adapter_config.json").read_text())
-    scale = config["lora_alpha"] / config["r"]
-    tensors = {}
-    for name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        module, part = name.removeprefix("base_model.model.").rsplit(".lora_", 1)
-        tensor = tensor.to(dtype)
-        tensors[f"{module}.{part[0]}"] = tensor if part[0] == "A" or scale == 1 else tensor * scale
-    return tensors
+def load_adapter(worker, version: int, folder: str) -> tuple[Fingerprints, Fingerprints]:
+    """Put a PEFT folder into vLLM; digests of this rank's share of the folder, and of what vLLM computes with.
 
-
-def loaded_adapter_fingerprints(worker, version: int, shapes: dict[str, tuple[int, int]]) -> Fingerprints:
-    """Digests of what vLLM computes with, read out of its slot buffers. Runs as an RPC on a vLLM worker.
-
-    `shapes` are those of the tensors that were sent; modules outside them are reported if they are not zero.
+    Runs as an RPC on a vLLM worker: between two RPCs a step might give the adapter's slot to another one.
     """
+    worker.add_lora(LoRARequest(adapter_label(version), version, folder))
+    sent = adapter_tensors(Path(folder), worker.model_runner.model_config.dtype)
     manager = worker.model_runner.lora_manager._adapter_manager
     slot = manager.lora_index_to_id.index(version)
-    prints = {}
+    wanted: Fingerprints = {}
+    loaded: Fingerprints = {}
     for name, module in manager.modules.items():
         parent, leaf = name.rpartition(".")[::2]
-        stacked = [(s,) if torch.is_tensor(s) else s for s in (module.lora_a_stacked, module.lora_b_stacked)]
-        for part, a, b in zip(manager.packed_modules_mapping.get(leaf, [leaf]), *stacked):
-            full = f"{parent}.{part}" if parent else part
-            for key, buffer in ((f"{full}.A", a[slot, 0]), (f"{full}.B", b[slot, 0])):
-                if key in shapes:
-                    rows, columns = shapes[key]
-                    prints[key] = fingerprint(buffer[:rows, :columns])
-                elif buffer.any():
-                    prints[key] = "unexpected"
-    return prints
+        parts = [f"{parent}.{p}" if parent else p for p in manager.packed_modules_mapping.get(leaf, [leaf])]
+        for side, buffers in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked)):
+            shares = _rank_share(module, side, [sent.pop(f"{part}.{side}", None) for part in parts])
+            for part, share, buffer in zip(parts, shares, (buffers,) if torch.is_tensor(buffers) else buffers):
+                if share is not None:
+                    wanted[f"{part}.{side}"] = fingerprint(share)
+                    loaded[f"{part}.{side}"] = fingerprint(buffer[slot, 0, : share.shape[0], : share.shape[1]])
+                elif buffer[slot, 0].any():
+                    loaded[f"{part}.{side}"] = "unexpected"
+    # What no layer took is in `wanted` alone, and so counts as different.
+    return wanted | {name: fingerprint(tensor) for name, tensor in sent.items()}, loaded
 
 
-def check_adapter(wanted: Fingerprints, loaded: Fingerprints, version: int) -> None:
-    """Raise SyncError naming the first tensor that differs."""
-    odd = sorted(k for k in wanted.keys() | loaded.keys() if wanted.get(k) != loaded.get(k))
-    if odd:
-        raise SyncError(f"the sampler's adapter for version {version} is not the one that was sent: {odd[0]} differs "
-                        f"({len(odd)} of {len(wanted)} tensors); the version is not served")
-
-
-def write_fingerprints(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Beside full weights: digests of what the trainer holds, against which the sampler checks what it reads."""
-    (folder / FILE).write_text(json.dumps({name: fingerprint(tensor) for name, tensor in tensors.items()}))
-
-
-def check_received(folder: Path, received: Fingerprints) -> None:
-    """Raise SyncError naming the first tensor that is not the trainer's. A base model's folder has no digests."""
-    if (folder / FILE).exists():
-        sent = json.loads((folder / FILE).read_text())
-        odd = sorted(k for k in sent.keys() | received.keys() if sent.get(k) != received.get(k))
-        if odd:
-            raise SyncError(f"the sampler read other weights than the trainer wrote: {odd[0]} differs "
-                            f"({len(odd)} of {len(sent)} tensors); the version is not served")
+def _rank_share(module, side: str, whole: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What this tensor-parallel rank holds of the parts of a (packed) layer, cut by vLLM's own rule."""
+    if getattr(module, "tp_size", 1) == 1 or all(part is None for part in whole):
+        return whole
+    cut = module.slice_lora_a if side == "A" else module.slice_lora_b
+    share = cut(whole) if len(whole) > 1 else cut(whole[0])
+    if share is None:  # Layers that are not cut inherit an empty method.
+        return whole
+    return share if len(whole) > 1 else [share]
 
 
 def load_base_weights(model: torch.nn.Module, folder: str) -> Fingerprints:
@@ -97,7 +66,9 @@ def load_base_weights(model: torch.nn.Module, folder: str) -> Fingerprints:
                     prints[name] = fingerprint(tensor)
                     yield name, tensor
 
-    model.load_weights(tensors())
+    names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    # Where adapters are on, older vLLM wants `.base_layer` in the names of wrapped layers, newer vLLM does not.
+    model.load_weights((resolve_weight_name(model, name, names), tensor) for name, tensor in tensors())
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and hasattr(method, "process_weights_after_loading"):

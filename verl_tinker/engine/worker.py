@@ -5,6 +5,7 @@ Owns the table of runs in one rank and their files. Does not order commands: the
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from pathlib import Path
@@ -21,9 +22,9 @@ from verl_tinker.core.errors import CapacityError, EngineError, UserError
 from verl_tinker.core.types import AdamParams, LoraSpec
 from verl_tinker.engine import fsdp
 from verl_tinker.engine.adapters import Adapter
+from verl_tinker.engine.fingerprints import write_fingerprints
 from verl_tinker.engine.losses import tinker_loss
 from verl_tinker.engine.run_state import RunState, copy_into, whole
-from verl_tinker.engine.vllm_weights import write_fingerprints
 
 
 class TinkerWorker(TinkerActorRolloutRefWorker):
@@ -101,7 +102,7 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
         run = self._select(run_id)
         started = time.perf_counter()
         self.engine.optimizer_config.clip_grad = adam.grad_clip_norm if adam.grad_clip_norm > 0 else float("inf")
-        with self.engine.train_mode(zero_grad_on_exit=False):
+        with self._loaded():
             _apply_optim_step_params(run.optimizer, {
                 "lr": float(adam.learning_rate),
                 "betas": (float(adam.beta1), float(adam.beta2)),
@@ -118,36 +119,51 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
         """PEFT layout for an adapter, Hugging Face layout for full fine-tuning."""
         run = self._select(run_id)
         target = Path(folder)
-        if run.adapter is not None:
-            if self.rank == 0:
-                run.adapter.save(target, base_model)
-            return
-        named = {name: whole(p) for name, p in run.parameters.items()}
+        with self._loaded():
+            if run.adapter is not None:
+                if self.rank == 0:
+                    run.adapter.save(target, base_model)
+                return
+            named = {name: whole(p) for name, p in run.parameters.items()}
         if self.rank == 0:
             write_fingerprints(target, named)
             save_file(named, target / "model.safetensors", metadata={"format": "pt"})
-            self.engine.model_config.hf_config.save_pretrained(target)
+            config = copy.deepcopy(self.engine.model_config.hf_config)
+            # verl notes the preset's override there; a name of ours would keep every other program from loading it.
+            config.__dict__.pop("attn_implementation", None)
+            config.save_pretrained(target)
             self.engine.model_config.tokenizer.save_pretrained(target)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_optimizer(self, run_id: str, folder: str) -> None:
-        self._select(run_id).save_optimizer(Path(folder), writes=self.rank == 0)
+        run = self._select(run_id)
+        with self._loaded():
+            run.save_optimizer(Path(folder), writes=self.rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_run(self, run_id: str, folder: str, optimizer: bool) -> None:
         """Weights and, if asked, optimizer state of a saved folder; any accumulated gradient is cleared."""
         run = self._select(run_id)
-        source = Path(folder)
-        if run.adapter is not None:
-            if not (source / "adapter_model.safetensors").exists():
-                raise UserError("path: the checkpoint holds full weights, this run trains an adapter; "
-                                "create the run with rank 0 or load an adapter checkpoint")
-            run.adapter.load(source)
-        else:
+        with self._loaded():
+            self._load_weights(run, Path(folder))
+            run.reset_optimizer()
+            # The engine offloads the optimizer that it has, so it must have the new one.
+            self._select(run_id)
+            if optimizer:
+                run.load_optimizer(Path(folder))
+
+    def _loaded(self):
+        """verl's context in which an offloaded run is on the device; outside it host copies may still be under way."""
+        return self.engine.train_mode(zero_grad_on_exit=False)
+
+    def _load_weights(self, run: RunState, source: Path) -> None:
+        if run.adapter is None:
             self._load_full(run, source)
-        run.reset_optimizer()
-        if optimizer:
-            run.load_optimizer(source)
+            return
+        if not (source / "adapter_model.safetensors").exists():
+            raise UserError("path: the checkpoint holds full weights, this run trains an adapter; "
+                            "create the run with rank 0 or load an adapter checkpoint")
+        run.adapter.load(source)
 
     def _load_full(self, run: RunState, source: Path) -> None:
         file = source / "model.safetensors"

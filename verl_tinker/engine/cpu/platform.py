@@ -89,7 +89,8 @@ class CPUPlatform(PlatformBase):
     def profiler_stop(self) -> None: ...
 
     def ray_resource_name(self) -> str:
-        return "CPU"
+        # Of those that Ray numbers; asked for only where the cluster was given logical ones.
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []
