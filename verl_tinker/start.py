@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -94,8 +95,10 @@ def _is_offloaded(actor) -> bool:
 class Server:
     """One server process: HTTP at once, the engine behind it as soon as it is up."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, listener: socket.socket):
         self.config = config
+        self.listener = listener
+        self.address = f"http://{config.server.host}:{listener.getsockname()[1]}"
         self.stopping = asyncio.Event()
         self.exit_code = 0
 
@@ -120,8 +123,7 @@ class Server:
             )
             app = create_app(self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set)
             http = uvicorn.Server(uvicorn.Config(
-                app, host=config.server.host, port=config.server.port, log_level="warning", backlog=4096,
-                timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
+                app, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
             # uvicorn would take the signals for itself and end before the engine is closed.
             http.install_signal_handlers = lambda: None
             http.capture_signals = _no_signals
@@ -129,7 +131,7 @@ class Server:
 
     async def _serve(self, http) -> int:
         self._take_signals()
-        serving = asyncio.create_task(http.serve())
+        serving = asyncio.create_task(http.serve([self.listener]))
         starting = asyncio.create_task(self._start_engine())
         waits = [asyncio.create_task(self.stopping.wait()), serving]
         if self.config.server.server_max_runtime:
@@ -138,7 +140,7 @@ class Server:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 self.exit_code = 1
-                log.error("port %s could not be served", self.config.server.port)
+                log.error("%s could not be served", self.address)
         finally:
             log.info("stopping")
             await self.service.close()
@@ -156,18 +158,17 @@ class Server:
             asyncio.get_running_loop().add_signal_handler(name, self.stopping.set)
 
     async def _start_engine(self) -> None:
-        address = f"http://{self.config.server.host}:{self.config.server.port}"
         try:
             await self.service.start()
         except Exception as error:
             log.exception("the engine did not start")
             self.exit_code = 1
-            print(f"The engine did not start: {error}\nGET {address}/api/v1/healthz tells the same. Ctrl-C ends the server.",
+            print(f"The engine did not start: {error}\nGET {self.address}/api/v1/healthz tells the same. Ctrl-C ends the server.",
                   file=sys.stderr, flush=True)
             return
         # Ray installs handlers of its own, which print a stack trace.
         self._take_signals()
-        print(f"Ready: TINKER_BASE_URL={address} TINKER_API_KEY=tml-local", flush=True)
+        print(f"Ready: TINKER_BASE_URL={self.address} TINKER_API_KEY=tml-local", flush=True)
         await self._watch()
 
     async def _watch(self) -> None:
@@ -199,14 +200,41 @@ def main(arguments: list[str] | None = None) -> None:
         if options.check:
             print_config(config)
             return
+        _check_writable(config.checkpoint_dir)
+        listener = _listen(config.server.host, config.server.port)
         _prepare_environment(config)
-        sys.exit(asyncio.run(_run(config)))
+        sys.exit(asyncio.run(_run(config, listener)))
     except (ConfigError, ModelError) as error:
         sys.exit(str(error))
 
 
-async def _run(config: Config) -> int:
-    return await Server(config).run()
+async def _run(config: Config, listener: socket.socket) -> int:
+    return await Server(config, listener).run()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The server's port, taken before anything slow begins; ConfigError when it is not to be had."""
+    # The protocol must be named: asyncio turns Nagle's algorithm off only for a socket that says TCP.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"server.host and server.port: cannot listen on {host} port {port} ({error.strerror}); choose "
+                          "another, as in --set server.port=8001") from None
+    return listener
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"server.checkpoint_dir: {folder} cannot be written to ({error.strerror}); give a folder of "
+                          "your own, as in --set server.checkpoint_dir=~/checkpoints") from None
 
 
 def _prepare_environment(config: Config) -> None:

@@ -1,6 +1,6 @@
 """The check after every weight transfer: do trainer and sampler give the same log-probabilities?
 
-Owns the fixed probe tokens, the tolerance and the verdict. Does not run either side.
+Owns the fixed probe tokens, the tolerance, what both sides said before, and the verdict. Does not run either side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _LENGTH = 48
 _FLOAT32_LIMIT = 1e-4
 _BF16_MEAN_LIMIT = 0.1
 _BF16_MIN_CORRELATION = 0.9
+_BF16_LEAST_MOVE = 0.08
 
 
 def probe_tokens(vocab_size: int) -> np.ndarray:
@@ -24,47 +25,54 @@ def probe_tokens(vocab_size: int) -> np.ndarray:
     return np.random.default_rng(20).integers(0, vocab_size, _LENGTH).astype(np.int32)
 
 
-def write(folder: Path, tokens: np.ndarray, logprobs: np.ndarray, base: np.ndarray) -> None:
-    """`logprobs`: float32[47], the trainer's log-probabilities of tokens[1:]; `base`: the base model's."""
+def write(folder: Path, run_id: str, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    """`logprobs`: float32[47], the trainer's log-probabilities of tokens[1:]."""
     (folder / FILE).write_text(json.dumps({
-        "tokens": tokens.tolist(),
-        "logprobs": [float(x) for x in logprobs],
-        "base_logprobs": [float(x) for x in base],
-    }))
+        "run": run_id, "tokens": tokens.tolist(), "logprobs": [float(x) for x in logprobs]}))
 
 
-def read(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def read(folder: Path) -> tuple[str, np.ndarray] | None:
+    """The run that was exported into a folder, and the trainer's log-probabilities; None when there are none."""
     file = folder / FILE
     if not file.exists():
         return None
     saved = json.loads(file.read_text())
-    return (np.asarray(saved["tokens"], np.int32), np.asarray(saved["logprobs"], np.float32),
-            np.asarray(saved["base_logprobs"], np.float32))
+    return saved["run"], np.asarray(saved["logprobs"], np.float32)
 
 
-def compare(version: int, trainer: np.ndarray, sampler: np.ndarray, base: np.ndarray, exact: bool) -> float:
-    """The largest difference in nats; raises SyncError beyond the limit.
+class Comparison:
+    """Judges each transfer. In float32 (`exact`) every log-probability must agree within 1e-4 nats.
 
-    In float32 (`exact`) each log-probability must agree within 1e-4. In bf16 rounding hides small steps, so
-    the mean gap is bounded and the change against the base model must correlate with the trainer's change.
+    In bf16 rounding hides small steps, so the mean gap is bounded, and the sampler must have moved as the trainer has
+    since the run's last transfer. Moves too small to be told from rounding add up until they can be.
     """
-    gap = np.abs(trainer - sampler)
-    worst = float(gap.max())
-    if exact and not worst <= _FLOAT32_LIMIT:
-        raise SyncError(f"version {version}: trainer and sampler differ by {worst:.2e} nats on the probe "
-                        f"(limit {_FLOAT32_LIMIT:.0e}); the version is not served")
-    if not exact:
-        _compare_rounded(version, trainer, sampler, base, float(gap.mean()))
-    return worst
 
+    def __init__(self, exact: bool):
+        self.exact = exact
+        self._last: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
-def _compare_rounded(version: int, trainer, sampler, base, mean_gap: float) -> None:
-    if not mean_gap <= _BF16_MEAN_LIMIT:
-        raise SyncError(f"version {version}: trainer and sampler differ by {mean_gap:.3f} nats on average "
-                        f"(limit {_BF16_MEAN_LIMIT}); the version is not served")
-    moved = trainer - base
-    if np.abs(moved).mean() > _BF16_MEAN_LIMIT:
-        correlation = float(np.corrcoef(moved, sampler - base)[0, 1])
+    def check(self, version: int, run_id: str, trainer: np.ndarray, sampler: np.ndarray) -> None:
+        """Raise SyncError beyond the limits. `run_id` "" is the base model, from which every run starts."""
+        gap = np.abs(trainer - sampler)
+        if self.exact:
+            if not gap.max() <= _FLOAT32_LIMIT:
+                raise SyncError(f"version {version}: trainer and sampler differ by {gap.max():.2e} nats on the probe "
+                                f"(limit {_FLOAT32_LIMIT:.0e}); the version is not served")
+            return
+        if not gap.mean() <= _BF16_MEAN_LIMIT:
+            raise SyncError(f"version {version}: trainer and sampler differ by {gap.mean():.3f} nats on average "
+                            f"(limit {_BF16_MEAN_LIMIT}); the version is not served")
+        last = self._last.get(run_id) or self._last.get("")
+        if last is None or self._moved_alike(version, trainer - last[0], sampler - last[1]):
+            self._last[run_id] = (trainer, sampler)
+
+    @staticmethod
+    def _moved_alike(version: int, trainer: np.ndarray, sampler: np.ndarray) -> bool:
+        """Whether the move was large enough to tell; SyncError when it was and the sides differ."""
+        if np.abs(trainer).mean() <= _BF16_LEAST_MOVE:
+            return False
+        correlation = float(np.corrcoef(trainer, sampler)[0, 1])
         if not correlation > _BF16_MIN_CORRELATION:
             raise SyncError(f"version {version}: the sampler moved differently from the trainer "
                             f"(correlation {correlation:.2f}); the version is not served")
+        return True

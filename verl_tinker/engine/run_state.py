@@ -112,7 +112,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-    value = value.to(p.device)
+    # A copy even on the host: what safetensors reads is a window on a file that somebody may delete to free the disk.
+    value = value.to(p.device, copy=True)
     return distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value
 
 

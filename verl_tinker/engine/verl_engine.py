@@ -45,7 +45,7 @@ class VerlEngine:
         self.sampler: Sampler | None = None
         self.turns: SideBySide | Turns = SideBySide()
         self.runs: dict[str, ModelSpec] = {}
-        self._base_probe: np.ndarray | None = None
+        self.comparison = probe.Comparison(exact=settings.rollout_args.get("dtype") == "float32")
 
     def base_models(self) -> list[BaseModelInfo]:
         return self.settings.models
@@ -63,10 +63,10 @@ class VerlEngine:
         await self._start_workers()
         report("comparing trainer and sampler")
         async with self.turns.turn("training"):
-            self._base_probe = await self.trainer.logprobs(None, self._probe_tokens())
+            logprobs = await self.trainer.logprobs(None, self._probe_tokens())
         if self.sampler is not None:
             async with self.turns.turn("sampling"):
-                await self._compare(0, self._base_probe)
+                await self._compare(0, "", logprobs)
 
     async def _start_workers(self) -> None:
         if self.sampler is None:
@@ -161,7 +161,7 @@ class VerlEngine:
             # Such weights must not reach the sampler: its key-value cache would carry the NaN into other requests.
             raise UserError("the run's weights give log-probabilities that are not finite, so there is nothing to sample "
                             "from; load an earlier checkpoint and lower adam_params.learning_rate")
-        probe.write(folder, tokens, logprobs, self._base_probe)
+        probe.write(folder, model_id, tokens, logprobs)
 
     async def load_version(self, version: int, base_model: str, folder: Path) -> None:
         if self.sampler is None:
@@ -173,7 +173,7 @@ class VerlEngine:
         async with self.turns.turn("sampling"):
             await self.sampler.load_version(version, str(folder), _adapter_rank(folder))
             try:
-                await self._compare(version, saved[1])
+                await self._compare(version, *saved)
             except BaseException:
                 await self.sampler.unload_version(version)
                 raise
@@ -191,11 +191,10 @@ class VerlEngine:
     def _probe_tokens(self) -> np.ndarray:
         return probe.probe_tokens(min(m.vocab_size for m in self.settings.models))
 
-    async def _compare(self, version: int, trainer: np.ndarray) -> None:
+    async def _compare(self, version: int, run_id: str, trainer: np.ndarray) -> None:
         request = SampleRequest(self._probe_tokens(), 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
         result = await self.sampler.generate(request, version)
-        exact = self.settings.rollout_args.get("dtype") == "float32"
-        probe.compare(version, trainer, result.prompt_logprobs[1:], self._base_probe, exact)
+        self.comparison.check(version, run_id, trainer, result.prompt_logprobs[1:])
 
 
 def _adapter_rank(folder: Path) -> int:
