@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -86,3 +88,14 @@ def test_a_killed_server_takes_its_processes_along(tmp_path):
     # Ray's agents look for their parent from time to time only.
     _, alive = psutil.wait_procs(members, timeout=180)
     assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+def test_the_next_server_removes_what_a_killed_one_left():
+    from verl_tinker.engine import cluster
+
+    left, held = (Path(tempfile.mkdtemp(prefix="vt-", dir="/tmp")) for _ in range(2))
+    (left / "lock").touch()
+    with cluster._locked(held):
+        cluster._remove_folders_of_dead_servers()
+        assert not left.exists() and held.exists()
+    shutil.rmtree(held)

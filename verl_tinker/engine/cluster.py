@@ -5,13 +5,19 @@ Owns the Ray connection of this process. Does not place workers: `trainer` and `
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import ray
+
+
+_TEMP, _PREFIX = Path("/tmp"), "vt-"
 
 
 class Cluster:
@@ -30,8 +36,10 @@ class Cluster:
         if self.address:
             ray.init(address=self.address, log_to_driver=False, configure_logging=False)
             return
+        _remove_folders_of_dead_servers()
         # Ray puts sockets below this folder, whose path may not exceed 107 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="vt-", dir="/tmp"))
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_TEMP))
+        self._lock = _locked(self._folder)
         # Without an explicit address Ray joins whatever cluster it finds on the host.
         ray.init(
             address="local",
@@ -58,6 +66,7 @@ class Cluster:
             ray.shutdown()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
             self._folder = None
 
 
@@ -67,3 +76,21 @@ def death_reason(error: ray.exceptions.RayActorError) -> str:
     if "memory" in text and ("OOM" in text or "out of memory" in text.lower()):
         return "the machine ran short of memory; end other programs, or use a smaller model or shorter batches"
     return text.splitlines()[0][:300]
+
+
+def _locked(folder: Path) -> IO:
+    """A lock that the system lets go when its owner ends, however it ends; BlockingIOError when it has an owner."""
+    lock = open(folder / "lock", "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise
+    return lock
+
+
+def _remove_folders_of_dead_servers() -> None:
+    """A server that was killed could not remove its own."""
+    for file in _TEMP.glob(f"{_PREFIX}*/lock"):
+        with suppress(OSError), _locked(file.parent):
+            shutil.rmtree(file.parent, ignore_errors=True)

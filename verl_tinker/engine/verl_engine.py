@@ -45,6 +45,7 @@ class VerlEngine:
         self.sampler: Sampler | None = None
         self.turns: SideBySide | Turns = SideBySide()
         self.runs: dict[str, ModelSpec] = {}
+        self._trainer_ping: asyncio.Task | None = None
         self.comparison = probe.Comparison(exact=settings.rollout_args.get("dtype") == "float32")
 
     def base_models(self) -> list[BaseModelInfo]:
@@ -85,6 +86,8 @@ class VerlEngine:
         await (self.sampler.sleep() if side == "training" else self.sampler.wake_up())
 
     async def close(self) -> None:
+        if self._trainer_ping is not None:
+            self._trainer_ping.cancel()
         if self.sampler is not None:
             await self.sampler.close()
         if self.trainer is not None:
@@ -93,9 +96,14 @@ class VerlEngine:
         await asyncio.to_thread(self.cluster.stop)
 
     async def check(self) -> None:
-        await self.trainer.call("ping")
+        """Raise when a worker is dead. A trainer answers between commands only, so its answer may be to an earlier call."""
+        if self._trainer_ping is None:
+            self._trainer_ping = asyncio.create_task(self.trainer.call("ping"))
         if self.sampler is not None:
             await self.sampler.ping()
+        if self._trainer_ping.done():
+            answered, self._trainer_ping = self._trainer_ping, None
+            answered.result()
 
     def _info(self, name: str) -> BaseModelInfo:
         for info in self.settings.models:
