@@ -9,13 +9,13 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 import ray
-
 
 _TEMP, _PREFIX = Path("/tmp"), "vt-"
 
@@ -31,8 +31,14 @@ class Cluster:
         self.logical_gpus = logical_gpus
         self.logical_cpus = logical_cpus
         self._folder: Path | None = None
+        self._busy = threading.Lock()
 
     def start(self) -> None:
+        # A stop may come meanwhile, from another thread; it has to wait, for Ray cannot be left half way in.
+        with self._busy:
+            self._start()
+
+    def _start(self) -> None:
         if self.address:
             ray.init(address=self.address, log_to_driver=False, configure_logging=False)
             return
@@ -62,6 +68,10 @@ class Cluster:
         return str(folder / f"rendezvous-{uuid.uuid4().hex}")
 
     def stop(self) -> None:
+        with self._busy:
+            self._stop()
+
+    def _stop(self) -> None:
         if ray.is_initialized():
             ray.shutdown()
         if self._folder is not None:
