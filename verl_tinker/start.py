@@ -26,6 +26,8 @@ log = logging.getLogger("verl_tinker")
 
 # How often the workers are asked whether they are alive. A dead one answers at once, a busy one later.
 _WATCH_SECONDS = 5.0
+_START_GRACE_SECONDS = 120.0
+_SIGNAL_SECONDS = 0.2
 
 
 def engine_settings(config: Config, work_folder: Path):
@@ -100,6 +102,7 @@ class Server:
         self.listener = listener
         self.address = f"http://{config.server.host}:{listener.getsockname()[1]}"
         self.stopping = asyncio.Event()
+        self.settled = asyncio.Event()
         self.exit_code = 0
 
     async def run(self) -> int:
@@ -130,7 +133,7 @@ class Server:
             return await self._serve(http)
 
     async def _serve(self, http) -> int:
-        self._take_signals()
+        holding = asyncio.create_task(self._hold_signals())
         serving = asyncio.create_task(http.serve([self.listener]))
         starting = asyncio.create_task(self._start_engine())
         waits = [asyncio.create_task(self.stopping.wait()), serving]
@@ -143,8 +146,12 @@ class Server:
                 log.error("%s could not be served", self.address)
         finally:
             log.info("stopping")
+            # Ray aborts the process or never returns when it is shut down while it starts something.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.settled.wait(), _START_GRACE_SECONDS)
             await self.service.close()
             http.should_exit = True
+            holding.cancel()
             starting.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await starting
@@ -152,6 +159,12 @@ class Server:
             with suppress(Exception):
                 await serving
         return self.exit_code
+
+    async def _hold_signals(self) -> None:
+        """While the engine starts, Ray installs a handler of its own at some moment, which aborts the process."""
+        while not self.settled.is_set():
+            self._take_signals()
+            await asyncio.sleep(_SIGNAL_SECONDS)
 
     def _take_signals(self) -> None:
         for name in (signal.SIGINT, signal.SIGTERM):
@@ -166,9 +179,12 @@ class Server:
             print(f"The engine did not start: {error}\nGET {self.address}/api/v1/healthz tells the same. Ctrl-C ends the server.",
                   file=sys.stderr, flush=True)
             return
+        finally:
+            self.settled.set()
         # Ray installs handlers of its own, which print a stack trace.
         self._take_signals()
-        print(f"Ready: TINKER_BASE_URL={self.address} TINKER_API_KEY=tml-local", flush=True)
+        if not self.stopping.is_set():
+            print(f"Ready: TINKER_BASE_URL={self.address} TINKER_API_KEY=tml-local", flush=True)
         await self._watch()
 
     async def _watch(self) -> None:
