@@ -20,7 +20,7 @@ from verl_tinker.core.types import SampleRequest
 from verl_tinker.engine import prompt_logprobs, vllm_weights
 from verl_tinker.engine.admission import Admission, Item, Version, adapter_label
 from verl_tinker.engine.fingerprints import Fingerprints, check_adapter, check_received
-from verl_tinker.engine.sampling import REFUSALS, sample_result, vllm_params
+from verl_tinker.engine.sampling import REFUSALS, NotNumbers, sample_result, vllm_params
 
 
 class SamplerLoop:
@@ -34,6 +34,8 @@ class SamplerLoop:
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._running: dict[str, Item] = {}
         self._counter = 0
+        # Numbers that are none lie in the key-value cache, where later requests would meet them.
+        self._spoilt = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
@@ -90,6 +92,12 @@ class SamplerLoop:
             future.set_exception(error)
 
     def _admit(self) -> None:
+        if self._spoilt:
+            if self._running:
+                return
+            self.engine.collective_rpc(vllm_weights.clear_kv_cache)
+            self.engine.reset_prefix_cache()
+            self._spoilt = False
         wanted = self.admission.base_to_load()
         if wanted is not None:
             self._change_base(*wanted)
@@ -135,6 +143,7 @@ class SamplerLoop:
             self.admission.check_drawn(item, output.lora_request.lora_name if output.lora_request else None)
             item.future.set_result(sample_result(item.request, output, item.version))
         except BaseException as error:
+            self._spoilt |= isinstance(error, NotNumbers)
             item.future.set_exception(error)
         self._remove_retired()
 

@@ -21,6 +21,10 @@ _EMPTY_LOGPROB = -99999.0
 _SEED_RANGE = 2**63 - 1
 
 
+class NotNumbers(EngineError):
+    """The model's answer holds NaN."""
+
+
 def vllm_params(request: SampleRequest, max_context: int) -> VllmParams:
     """vLLM's parameters; EOS ends a sample unless the client sent an empty stop list."""
     p = request.params
@@ -74,7 +78,7 @@ def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
     tokens = np.asarray(output.token_ids, np.int32)
     logprobs = np.asarray([entry[t].logprob for t, entry in zip(output.token_ids, output.logprobs)], np.float32)
     if np.isnan(logprobs).any():
-        raise EngineError("the model gave log-probabilities that are not numbers; its weights are no use for this prompt")
+        raise NotNumbers("the model gave log-probabilities that are not numbers; its weights are no use for this prompt")
     reason = "length" if output.finish_reason == "length" else "stop"
     return SampledSequence(tokens, logprobs, reason, _topk(output.logprobs, k) if k else None)
 

@@ -92,3 +92,9 @@ def stale_packed_layers(model: torch.nn.Module) -> list[str]:
         if not torch.equal(module.cpu_linear(one_hot, weight, None), weight[:, columns].T):
             stale.append(name)
     return stale
+
+
+def clear_kv_cache(worker) -> None:
+    """Zero the key-value cache, whose free blocks attention still reads, masked: zero times NaN is NaN."""
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
