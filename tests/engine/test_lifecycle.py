@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 import tinker
-from real_server import start_server, stop_server
+from live_engine import Live
+from real_server import ROOT, free_port, start_server, stop_server
 from tinker import types
+
+from verl_tinker.core.errors import EngineError
 
 pytestmark = pytest.mark.timeout(400)
 TINY = "server.model_path=bundled:tiny"
@@ -88,6 +95,49 @@ def test_a_killed_server_takes_its_processes_along(tmp_path):
     # Ray's agents look for their parent from time to time only.
     _, alive = psutil.wait_procs(members, timeout=180)
     assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["starting Ray", "starting the trainer and the sampler"])
+def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(tmp_path, phase):
+    memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl_tinker.start", "--config", "configs/quick_start/cpu.yaml", f"--set={TINY}",
+         f"--set=server.port={port}", f"--set=server.checkpoint_dir={tmp_path}"], cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/api/v1/healthz", timeout=20).json()["phase"] == phase:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    time.sleep(4)
+    members = family(process.pid)
+    process.terminate()
+    assert process.wait(timeout=200) == 0
+    assert_nothing_left(members, url, memory, folders)
+
+
+def test_a_dead_sampler_is_noticed_while_the_trainer_works(tmp_path):
+    live = Live([], tmp_path)
+
+    async def never(*args):
+        await asyncio.Event().wait()
+
+    async def dead():
+        raise EngineError("the sampler's process died")
+
+    async def check():
+        live.engine.trainer, live.engine.sampler = SimpleNamespace(call=never), SimpleNamespace(ping=dead)
+        with pytest.raises(EngineError, match="sampler's process died"):
+            await asyncio.wait_for(live.engine.check(), 5)
+        live.engine._trainer_ping.cancel()
+
+    live.do(check())
+    live.runner.close()
 
 
 def test_the_next_server_removes_what_a_killed_one_left():

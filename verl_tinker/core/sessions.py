@@ -149,7 +149,7 @@ class RunTable:
             if run not in over
         )
         return (
-            f"{reason}; the place is held by {holders}. Close that client, ServiceClient.close(), which finishes its "
-            f"session; or wait: a session without heartbeat for {self._sessions.timeout_s:.0f} s makes room "
+            f"{reason}; the place is held by {holders}. Close that client by ServiceClient.close('success'), which "
+            f"finishes its session; or wait: a session without heartbeat for {self._sessions.timeout_s:.0f} s makes room "
             "(server.session_timeout_s)"
         )

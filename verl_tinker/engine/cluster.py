@@ -80,15 +80,6 @@ class Cluster:
             self._folder = None
 
 
-def death_reason(error: ray.exceptions.RayActorError) -> str:
-    """Why Ray says a worker died, in a line: its own text goes on about every process of the machine."""
-    text = (error.error_msg or "no message").strip()
-    # The words of Ray's memory monitor; its text for any other death lists the lack of memory as a possibility too.
-    if "running low on memory" in text or "memory usage threshold" in text:
-        return "the machine ran short of memory; end other programs, or use a smaller model or shorter batches"
-    return text.splitlines()[0][:300]
-
-
 def _locked(folder: Path) -> IO:
     """A lock that the system lets go when its owner ends, however it ends; BlockingIOError when it has an owner."""
     lock = open(folder / "lock", "a")

@@ -9,16 +9,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-import ray
 from omegaconf import OmegaConf
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
-from verl_tinker.core.errors import EngineError, TinkerError
 from verl_tinker.core.types import SampleRequest, SampleResult
 from verl_tinker.core.validate_sampling import MAX_TOPK
 from verl_tinker.engine import sampler_server
-from verl_tinker.engine.cluster import death_reason
 from verl_tinker.engine.settings import EngineSettings
+from verl_tinker.engine.waiting import answer_of
 
 # Both spellings: vLLM matches its own fused layers and the adapter files name the parts.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "lm_head"]
@@ -134,24 +132,11 @@ class Sampler:
     async def _bounded(self, i: int, name: str, answer: Awaitable, limit: float | None = None) -> Any:
         limit = limit or self.settings.timeout_s
         who = "the sampler" if len(self.replicas) == 1 else f"sampler replica {i}"
-        try:
-            return await asyncio.wait_for(_awaited(answer), limit)
-        except TimeoutError:
-            raise EngineError(f"{who} did not answer {name} within {limit:.0f} s") from None
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, TinkerError):
-                raise error.cause from None
-            raise EngineError(f"{who} failed in {name}: {error.cause!r}") from error
-        except ray.exceptions.RayActorError as error:
-            raise EngineError(f"{who}'s process died ({death_reason(error)}); restart the server") from error
+        return await answer_of(who, name, answer, limit)
 
     async def close(self) -> None:
         await asyncio.gather(*(replica.close() for replica in self.replicas), return_exceptions=True)
         self.replicas = []
-
-
-async def _awaited(answer: Awaitable) -> Any:
-    return await answer
 
 
 def _load_version_replica() -> type[RolloutReplica]:

@@ -12,11 +12,10 @@ import numpy as np
 import ray
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-from verl_tinker.core.errors import EngineError, TinkerError
 from verl_tinker.core.types import Datum, ForwardBackwardResult
 from verl_tinker.engine.batches import make_batch, read_logprobs
-from verl_tinker.engine.cluster import death_reason
 from verl_tinker.engine.settings import EngineSettings
+from verl_tinker.engine.waiting import answer_of
 from verl_tinker.engine.worker import TinkerWorker
 
 
@@ -73,17 +72,7 @@ class Trainer:
     async def _bounded(self, function, *args, limit: float | None = None) -> Any:
         limit = limit or self.settings.timeout_s
         name = getattr(function, "__name__", str(function))
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(function, *args), limit)
-        except TimeoutError:
-            raise EngineError(f"the trainer did not answer {name} within {limit:.0f} s") from None
-        except ray.exceptions.RayTaskError as error:
-            # Before TinkerError: what Ray raises is both, and its text is a traceback.
-            raise _cause(error) from error
-        except TinkerError:
-            raise
-        except ray.exceptions.RayActorError as error:
-            raise EngineError(f"a trainer worker died ({death_reason(error)}); restart the server") from error
+        return await answer_of("the trainer", name, asyncio.to_thread(function, *args), limit)
 
     def close(self) -> None:
         if self.group is not None:
@@ -94,12 +83,3 @@ class Trainer:
             for group in self.pool.pgs or []:
                 ray.util.remove_placement_group(group)
             self.pool = None
-
-
-def _cause(error: ray.exceptions.RayTaskError) -> TinkerError:
-    """A refusal raised in the worker, or an EngineError with the worker's last line."""
-    cause = getattr(error, "cause", None)
-    for kind in type(cause).__mro__ if cause is not None else ():
-        if issubclass(kind, TinkerError) and kind.__module__ == TinkerError.__module__:
-            return kind(str(cause).splitlines()[-1] if isinstance(cause, ray.exceptions.RayTaskError) else str(cause))
-    return EngineError(f"the worker failed: {str(error).strip().splitlines()[-1]}")

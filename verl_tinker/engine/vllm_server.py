@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl_tinker.core.types import SampleRequest, SampleResult
 from verl_tinker.engine.admission import Admission, Item, Version, adapter_label
 from verl_tinker.engine.fingerprints import Fingerprints, check_adapter, check_received
 from verl_tinker.engine.sampling import REFUSALS, sample_result, vllm_params
+from verl_tinker.engine.waiting import answer_of
 
 _CACHE_RESET_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 20.0
@@ -179,13 +181,8 @@ class VersionReplica(vLLMReplica):
 
     async def close(self) -> None:
         for server in self.servers:
-            try:
-                await asyncio.wait_for(_awaited(server.shutdown.remote()), _SHUTDOWN_SECONDS)
-            except Exception:
-                pass  # It is dead already, or too busy to hear: the next line ends it either way.
+            # Dead already, or too busy to hear: killing it ends it either way.
+            with suppress(TinkerError, ray.exceptions.RayError):
+                await answer_of("the sampler", "shutdown", server.shutdown.remote(), _SHUTDOWN_SECONDS)
             ray.kill(server)
         self.servers = []
-
-
-async def _awaited(reference):
-    return await reference
