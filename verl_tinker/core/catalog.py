@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from verl_tinker.core.checkpoints import Checkpoint, CheckpointStore, RunRecord, parse_path
 from verl_tinker.core.errors import NotFound
-from verl_tinker.core.sessions import RunTable
+from verl_tinker.core.runs import RunTable
 from verl_tinker.core.types import ModelSpec
 from verl_tinker.core.versions import VersionTable
 

@@ -17,7 +17,7 @@ from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, CheckpointS
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.futures import Future
 from verl_tinker.core.samplers import Sampler, SamplerTable
-from verl_tinker.core.sessions import Run
+from verl_tinker.core.runs import Run
 from verl_tinker.core.training import Training
 from verl_tinker.core.versions import VersionTable
 from verl_tinker.engine.base import Engine

@@ -19,7 +19,8 @@ from verl_tinker.core.queue import CommandQueue
 from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sampling import Sampling
 from verl_tinker.core.saving import Saving
-from verl_tinker.core.sessions import RunTable, SessionTable
+from verl_tinker.core.runs import RunTable
+from verl_tinker.core.sessions import SessionTable
 from verl_tinker.core.training import Training
 from verl_tinker.core.types import BaseModelInfo
 from verl_tinker.core.versions import VersionTable

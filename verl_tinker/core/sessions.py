@@ -1,6 +1,6 @@
-"""Sessions and training runs: who is here, who still shows life, and whose place may be taken.
+"""Sessions: who is here, and who still shows life.
 
-Owns liveness. Does not talk to the engine: `verl_tinker.core.training` does.
+Owns liveness. Does not hold what a session made: `verl_tinker.core.runs` and `verl_tinker.core.samplers` do.
 """
 
 from __future__ import annotations
@@ -9,32 +9,33 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from verl_tinker.core.errors import CapacityError, NotFound, UserError
-from verl_tinker.core.types import ModelSpec
+from verl_tinker.core.errors import NotFound, UserError
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What a client says of its session; kept to be shown and searched, never acted on."""
+
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
 
 
 @dataclass
 class Session:
+    """A client's session. `owner` is the name of its API key, "" without keys; `created` seconds since 1970."""
+
     session_id: str
+    owner: str = ""
+    facts: SessionFacts = field(default_factory=SessionFacts)
+    created: float = field(default_factory=time.time)
     last_seen: float = field(default_factory=time.monotonic)
     finished: str | None = None
 
     def touch(self) -> None:
         self.last_seen = time.monotonic()
-
-
-@dataclass
-class Run:
-    """A live training run. `spec` is what the engine made of the request; `notes` tell the difference."""
-
-    run_id: str
-    session: Session
-    spec: ModelSpec
-    notes: list[str]
-    user_metadata: dict[str, str]
-    created: float
-    last_request: float
-    has_gradient: bool = False
 
 
 class SessionTable:
@@ -45,12 +46,12 @@ class SessionTable:
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
 
-    def create(self, idempotency_key: str | None) -> Session:
+    def create(self, idempotency_key: str | None, facts: SessionFacts = SessionFacts(), owner: str = "") -> Session:
         """A new session, or the one that the same key made: a client repeats a create whose answer was lost."""
         known = self._by_key.get(idempotency_key) if idempotency_key else None
         if known:
             return known
-        session = Session(secrets.token_hex(8))
+        session = Session(secrets.token_hex(8), owner, facts)
         self._sessions[session.session_id] = session
         if idempotency_key:
             self._by_key[idempotency_key] = session
@@ -80,76 +81,6 @@ class SessionTable:
         """Seconds since the session was last heard of."""
         return time.monotonic() - session.last_seen
 
-
-class RunTable:
-    """The live runs, at most `max_runs`."""
-
-    def __init__(self, sessions: SessionTable, max_runs: int):
-        self._sessions = sessions
-        self._max_runs = max_runs
-        self._runs: dict[str, Run] = {}
-        self._dropped: dict[str, str] = {}
-
-    def get(self, run_id: str) -> Run:
-        run = self._runs.get(run_id)
-        if run is None:
-            raise self.absent(run_id)
-        return run
-
-    def absent(self, run_id: str) -> NotFound:
-        """The refusal of work on a run that is not live, with the reason."""
-        why = self._dropped.get(run_id, "it was never created here, its creation failed, or the server restarted")
-        return NotFound(
-            f"model_id {run_id!r} is not a live training run: {why}. Create a training client again; "
-            "create_training_client_from_state_with_optimizer resumes from a saved checkpoint"
-        )
-
-    def find(self, run_id: str) -> Run | None:
-        return self._runs.get(run_id)
-
-    def add(self, run: Run) -> None:
-        self._runs[run.run_id] = run
-
-    def remove(self, run: Run, reason: str) -> None:
-        self._runs.pop(run.run_id, None)
-        self._dropped[run.run_id] = reason
-
-    def all(self) -> list[Run]:
-        return list(self._runs.values())
-
-    def to_make_way(self, spec: ModelSpec) -> list[Run]:
-        """The runs that must be dropped before a new one of `spec` is created; CapacityError when too few may be."""
-        over = [run for run in self._runs.values() if self._sessions.over(run.session)]
-        full = spec.lora is None
-        # Full fine-tuning changes the weights that adapters share, so it is alone.
-        if full or any(run.spec.lora is None for run in self._runs.values()):
-            if len(over) < len(self._runs):
-                kind = "full fine-tuning (lora_config.rank 0)" if full else "an adapter beside full fine-tuning"
-                raise CapacityError(self._refusal(f"{kind} needs all training runs of others to end, and some live", over))
-            return over
-        surplus = len(self._runs) + 1 - self._max_runs
-        if len(over) < surplus:
-            number = "one training run" if self._max_runs == 1 else f"{self._max_runs} training runs"
-            raise CapacityError(self._refusal(f"this server trains {number} at a time (server.max_training_runs)", over))
-        return over[: max(surplus, 0)]
-
-    def why_over(self, run: Run) -> str:
-        session = run.session
-        if session.finished:
-            return f"its session finished ({session.finished}) and another run took its place"
-        return (
-            f"its session sent no heartbeat for {self._sessions.timeout_s:.0f} s and another run took its place"
-        )
-
-    def _refusal(self, reason: str, over: list[Run]) -> str:
-        holders = "; ".join(
-            f"{run.run_id} (base model {run.spec.base_model}, "
-            f"last sign {self._sessions.silence(run.session):.0f} s ago)"
-            for run in self._runs.values()
-            if run not in over
-        )
-        return (
-            f"{reason}; the place is held by {holders}. Close that client by ServiceClient.close('success'), which "
-            f"finishes its session; or wait: a session without heartbeat for {self._sessions.timeout_s:.0f} s makes room "
-            "(server.session_timeout_s)"
-        )
+    def all(self) -> list[Session]:
+        """The oldest first."""
+        return list(self._sessions.values())
