@@ -6,17 +6,15 @@ import tinker
 from data import sft, tensor
 from tinker import types
 
-from verl_tinker.api import flags
-
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def single_datum_chunks(monkeypatch):
-    monkeypatch.setitem(flags.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
+def server(start_server):
+    return start_server(changed_flags={"fwdbwd_max_chunk_len": 1})
 
 
-def test_chunks_give_what_the_whole_gives(single_datum_chunks, server, training):
+def test_chunks_give_what_the_whole_gives(server, training):
     data = [sft(length=n, target=10 * n) for n in (2, 3, 4, 5)]
     output = training.forward_backward(data, "cross_entropy").result(20)
     assert [len(o["logprobs"].data) for o in output.loss_fn_outputs] == [2, 3, 4, 5]
@@ -25,7 +23,7 @@ def test_chunks_give_what_the_whole_gives(single_datum_chunks, server, training)
     assert server.engine.names().count("forward_backward") == 4
 
 
-def test_a_bad_chunk_fails_alone(single_datum_chunks, server, training):
+def test_a_bad_chunk_fails_alone(server, training):
     bad = sft()
     del bad.loss_fn_inputs["target_tokens"]
     with pytest.raises(tinker.RequestFailedError, match="target_tokens") as failure:
@@ -35,7 +33,7 @@ def test_a_bad_chunk_fails_alone(single_datum_chunks, server, training):
     assert server.engine.names()[1:] == ["forward_backward", "forward_backward", "optim_step"]
 
 
-def test_custom_loss(single_datum_chunks, server, training):
+def test_custom_loss(server, training):
     torch = pytest.importorskip("torch")
 
     def twice_the_sum(data, logprobs):

@@ -6,13 +6,15 @@ Owns the assembly. Does not start the engine or the process: `verl_tinker.start`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
 from verl_tinker.api import (
     errors,
+    flags,
     routes_catalog,
     routes_futures,
     routes_server,
@@ -28,17 +30,20 @@ def create_app(
     allow_shutdown: bool = False,
     on_shutdown: Callable[[], Awaitable[None] | None] = lambda: None,
     poll_seconds: float = routes_futures.POLL_SECONDS,
+    changed_flags: Mapping[str, Any] = {},
 ) -> FastAPI:
     """The app can serve before the engine is ready: it answers health checks, and 503 to the rest.
 
     The app's own shutdown closes the service. Long polls hold connections open until their futures end, so
     whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
+    `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
     """
     app = FastAPI(title="verl-tinker", lifespan=_lifespan, openapi_url=None)
     app.state.service = service
     app.state.allow_shutdown = allow_shutdown
     app.state.on_shutdown = on_shutdown
     app.state.poll_seconds = poll_seconds
+    app.state.client_config, app.state.dynamic_config = flags.chosen(changed_flags)
     # Two at once keep the memory of hostile or merely big bodies within bounds.
     app.state.decompressing = asyncio.Semaphore(2)
     api = APIRouter(prefix="/api/v1")

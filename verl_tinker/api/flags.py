@@ -3,26 +3,44 @@
 Owns the answers of client/config and client/dynamic_config. Does not enforce them: clients do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 # A superset for SDKs 0.19 to 0.38, which ignore what they do not know. The three flags that only older SDKs
 # read make them send the same requests as 0.38.
-CLIENT_CONFIG = {
-    "pjwt_auth_enabled": False,
-    "credential_default_source": "api_key",
-    "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": True,
-    # Far below the body limit: a chunk that is refused for its size deadlocks the client.
-    "fwdbwd_max_chunk_len": 4096,
-    "fwdbwd_max_chunk_bytes_count": 16_000_000,
-    "fwdbwd_dispatch_bytes_semaphore_size": 64_000_000,
-    "sample_no_retries": False,
-    "sample_max_concurrent_requests": 1000,
-    "use_pyqwest_transport": True,
-    "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
-    "sample_join_sampling_session": True,
-    "proto_write_fwdbwd": True,
-    "fwd_via_fwdbwd": True,
-    "create_model_via_load_weights": True,
-}
+CLIENT_CONFIG = MappingProxyType(
+    {
+        "pjwt_auth_enabled": False,
+        "credential_default_source": "api_key",
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": True,
+        # Far below the body limit: a chunk that is refused for its size deadlocks the client.
+        "fwdbwd_max_chunk_len": 4096,
+        "fwdbwd_max_chunk_bytes_count": 16_000_000,
+        "fwdbwd_dispatch_bytes_semaphore_size": 64_000_000,
+        "sample_no_retries": False,
+        "sample_max_concurrent_requests": 1000,
+        "use_pyqwest_transport": True,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": True,
+        "proto_write_fwdbwd": True,
+        "fwd_via_fwdbwd": True,
+        "create_model_via_load_weights": True,
+    }
+)
 
-DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+DYNAMIC_CONFIG = MappingProxyType({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+
+
+def chosen(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The answers of client/config and client/dynamic_config with some flags changed."""
+    unknown = changes.keys() - CLIENT_CONFIG.keys() - DYNAMIC_CONFIG.keys()
+    if unknown:
+        raise ValueError(f"flags {sorted(unknown)} are not known; give some of {[*CLIENT_CONFIG, *DYNAMIC_CONFIG]}")
+    return tuple(
+        {flag: changes.get(flag, value) for flag, value in config.items()} for config in (CLIENT_CONFIG, DYNAMIC_CONFIG)
+    )

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 
 from verl_tinker.api.body import read_body
 from verl_tinker.api.context import ServiceDep, require_ready
-from verl_tinker.api.flags import CLIENT_CONFIG, DYNAMIC_CONFIG
 
 open_router = APIRouter()
 router = APIRouter(dependencies=[Depends(require_ready)])
@@ -38,13 +37,13 @@ async def shutdown(request: Request, tasks: BackgroundTasks) -> dict:
 
 
 @router.post("/client/config")
-async def client_config() -> dict:
-    return CLIENT_CONFIG
+async def client_config(request: Request) -> dict:
+    return request.app.state.client_config
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config() -> dict:
-    return DYNAMIC_CONFIG
+async def dynamic_config(request: Request) -> dict:
+    return request.app.state.dynamic_config
 
 
 @router.post("/telemetry")
