@@ -6,7 +6,7 @@ TESTS ?= tests
 LOCK := .venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links --extra test
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-full lock
+.PHONY: help setup demo serve test test-fast test-full test-matrix lock
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -25,10 +25,13 @@ test: setup  ## all tests but the long forms
 	$(PYTHON) -m pytest $(TESTS)
 
 test-fast: setup  ## the tests that start no engine; seconds
-	$(PYTHON) -m pytest $(TESTS) -m "not engine and not recipes and not full"
+	$(PYTHON) -m pytest $(TESTS) -m "not engine and not recipes and not full and not matrix"
 
 test-full: setup  ## all tests, the long forms too
 	$(PYTHON) -m pytest $(TESTS) -m "full or not full"
+
+test-matrix: setup  ## every SDK version from 0.19 on, each in its own environment, with each flag on and off
+	$(PYTHON) -m pytest tests/matrix -m "matrix or not matrix"
 
 lock: setup  ## pin requirements/*.txt anew from pyproject.toml
 	$(LOCK) --python-version 3.11 --extra cpu --overrides requirements/overrides-cpu.txt \

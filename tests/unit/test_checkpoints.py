@@ -6,15 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from verl_tinker.core.checkpoints import (
-    Checkpoint,
-    CheckpointPath,
-    CheckpointStore,
-    RunRecord,
-    check_ttl,
-    parse_path,
-)
+from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, RunRecord, check_ttl, parse_path
 from verl_tinker.core.errors import NotFound, UserError
+from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.types import LoraSpec, ModelSpec
 
 pytestmark = pytest.mark.timeout(20)
@@ -70,13 +64,15 @@ def test_a_new_store_lists_what_the_old_one_saved(store):
     assert again.run("other:train:0") is None and again.run("../x") is None
 
 
-def test_expired_ones_go_when_looked_at(store):
+def test_expired_ones_are_not_found_and_the_sweep_frees_their_disk(store):
     path = save(store, ttl_seconds=1, expires_at=time.time() - 1).path
-    folder = store.folder(path)
-    assert folder.exists()
+    kept = save(store, "kept", ttl_seconds=100, expires_at=time.time() + 100).path
     with pytest.raises(NotFound, match="expired"):
         store.get(path)
-    assert not folder.exists() and store.list() == []
+    assert [c.path for c in store.list()] == [kept] and store.folder(path).exists()
+    assert [c.path for c in store.sweep_expired()] == [path]
+    assert os.listdir(store.folder(path).parent) == ["kept"]
+    store.admit(path, overwrite=False)
 
 
 def test_ttl_can_be_set_and_lifted(store):

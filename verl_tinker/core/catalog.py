@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from verl_tinker.core.checkpoints import Checkpoint, CheckpointStore, RunRecord, parse_path
+from verl_tinker.core.checkpoints import Checkpoint, RunRecord, parse_path
 from verl_tinker.core.errors import NotFound
 from verl_tinker.core.runs import RunTable
+from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.types import ModelSpec
 from verl_tinker.core.versions import VersionTable
 

@@ -33,6 +33,10 @@ class CapacityError(UserError):
     """The server has no room for another training run."""
 
 
+class StorageError(TinkerError):
+    """The disk refused a write; what was there before stands, and nothing half-made is left."""
+
+
 class EngineError(TinkerError):
     """The engine failed; nothing was applied unless the text says otherwise."""
 

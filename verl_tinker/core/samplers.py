@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_tinker.core.checkpoints import CheckpointPath, CheckpointStore
+from verl_tinker.core.checkpoints import CheckpointPath
 from verl_tinker.core.errors import Evicted, NotFound, UserError
+from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.versions import Version, VersionTable
 
 OTHER_RUNS = "other runs"

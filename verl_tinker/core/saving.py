@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, CheckpointStore, check_name, check_ttl
+from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, check_name, check_ttl
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.futures import Future
 from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.runs import Run
+from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.versions import VersionTable
 from verl_tinker.engine.base import Engine

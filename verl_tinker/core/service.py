@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 from verl_tinker.core.catalog import Catalog
-from verl_tinker.core.checkpoints import CheckpointStore
 from verl_tinker.core.errors import EngineError
 from verl_tinker.core.futures import FutureStore
 from verl_tinker.core.queue import CommandQueue
@@ -21,6 +20,7 @@ from verl_tinker.core.sampling import Sampling
 from verl_tinker.core.saving import Saving
 from verl_tinker.core.runs import RunTable
 from verl_tinker.core.sessions import SessionTable
+from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.types import BaseModelInfo
 from verl_tinker.core.versions import VersionTable

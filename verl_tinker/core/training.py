@@ -9,12 +9,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from verl_tinker.core.checkpoints import Checkpoint, CheckpointStore, RunRecord, parse_path
+from verl_tinker.core.checkpoints import Checkpoint, RunRecord, parse_path
 from verl_tinker.core.errors import EngineError, TinkerError, UserError
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.queue import CommandQueue
 from verl_tinker.core.runs import Run, RunTable
 from verl_tinker.core.sessions import Session, SessionTable
+from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.types import AdamParams, Datum, ForwardBackwardResult, ModelSpec
 from verl_tinker.core.validate import check_adam, check_batch, check_same_shape, check_spec, find_model
 from verl_tinker.core.versions import VersionTable
