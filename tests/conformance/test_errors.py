@@ -148,7 +148,7 @@ def test_unknown_model_is_told_by_the_future(raw):
     raw.model = "nobody:train:0"
     for request in (raw.forward_backward(1), raw.optim_step(2), raw.snapshot(3, 0)):
         error = raw.result(request)
-        assert error["category"] == "user" and "not a live training run" in error["error"]
+        assert error["category"] == "user" and "not a training run of this server" in error["error"]
 
 
 def test_names_and_existing_names(training):

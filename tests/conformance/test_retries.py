@@ -103,7 +103,7 @@ def test_a_poll_that_is_too_early_says_try_again(start_server):
         request = raw.sample(raw.base_sampler())
         answer = http.post("/retrieve_future", json={"request_id": request})
     assert answer.status_code == 408
-    assert answer.json() == {"type": "try_again", "request_id": request, "queue_state": "active"}
+    assert answer.json() == {"type": "try_again", "request_id": request, "queue_state": "active", "queue_state_reason": "sample is running"}
 
 
 def test_a_long_poll_returns_when_the_result_is_there(server, raw):
@@ -113,6 +113,9 @@ def test_a_long_poll_returns_when_the_result_is_there(server, raw):
     assert raw.binary(request).sequences[0].tokens == [100]
 
 
-def test_an_unknown_future_is_gone(raw):
-    answer = raw.http.post("/retrieve_future", json={"request_id": "nope"})
-    assert answer.status_code == 410 and "submit the operation again" in answer.json()["detail"]
+def test_an_unknown_sample_is_to_be_sent_again_and_an_unknown_command_is_not(raw):
+    answer = raw.http.post("/retrieve_future", json={"request_id": "sample-0"})
+    assert answer.status_code == 410 and "submit the sample again" in answer.json()["detail"]
+    answer = raw.http.post("/retrieve_future", json={"request_id": "optim_step-0"})
+    assert answer.status_code == 200 and answer.json()["category"] == "server"
+    assert "create_training_client_from_state_with_optimizer" in answer.json()["error"]

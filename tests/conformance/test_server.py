@@ -75,6 +75,7 @@ def test_shutdown(start_server):
     with server.http() as http:
         assert http.post("/shutdown").status_code == 200
     wait_until(server.shutdown_asked.is_set)
+    server.stop()
     closed = start_server(allow_shutdown=False)
     with closed.http() as http:
         answer = http.post("/shutdown")

@@ -105,4 +105,4 @@ def test_names_survive_a_restart(start_server, server, raw):
         listed = http.get("/checkpoints").json()["checkpoints"]
         assert [c["tinker_path"] for c in listed] == [state_path, sampler_path]
         assert listed[0]["user_metadata"] == {"k": "1"}
-        assert http.post("/retrieve_future", json={"request_id": saved["request_id"]}).status_code == 410
+        assert again.result(saved["request_id"]) == {"path": state_path, "type": "save_weights"}

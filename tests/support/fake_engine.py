@@ -26,6 +26,7 @@ from verl_tinker.core.types import (
 BASE = "fake/tied"
 UNTIED = "fake/untied"
 VOCAB, CONTEXT = 1000, 64
+PARAMETER_BYTES = 4
 START_PHASE = "loading fake weights"
 
 
@@ -74,7 +75,7 @@ class FakeEngine:
             spec = replace(spec, lora=replace(spec.lora, train_unembed=False))
             notes.append("train_unembed is not applied: tied embeddings")
         self.models[model_id] = _Model(spec)
-        return ModelInfo(spec, notes)
+        return ModelInfo(spec, notes, parameter_bytes=PARAMETER_BYTES)
 
     async def drop_model(self, model_id):
         await self._train("drop_model", model_id)
@@ -87,8 +88,9 @@ class FakeEngine:
         coefficients = [d.inputs["weights" if loss_fn == "cross_entropy" else "advantages"] for d in data]
         if backward:
             model.gradient += float(sum(c.sum() for c in coefficients))
-        loss = -sum(float((c * lp).sum()) for c, lp in zip(coefficients, logprobs, strict=True))
-        return ForwardBackwardResult(logprobs, {"loss:sum": loss, "clock_cycle:unique": float(len(self.calls))})
+        losses = np.array([-(c * lp).sum() for c, lp in zip(coefficients, logprobs, strict=True)], np.float32)
+        metrics = {"loss:sum": float(losses.sum()), "clock_cycle:unique": float(len(self.calls))}
+        return ForwardBackwardResult(logprobs, losses, metrics)
 
     async def optim_step(self, model_id, adam):
         await self._train("optim_step", model_id, adam)
@@ -107,6 +109,12 @@ class FakeEngine:
         model = self.models[model_id]
         model.weight, moment = json.loads((folder / "state.json").read_text())
         model.moment, model.gradient = (moment if optimizer else 0.0), 0.0
+
+    async def export_weights(self, model_id, folder):
+        await self._train("export_weights", model_id)
+        (folder / "weights.json").write_text(json.dumps(self.models[model_id].weight))
+        (folder / "extra").mkdir()
+        (folder / "extra" / "note.txt").write_text("beside the weights")
 
     async def export_sampler(self, model_id, folder):
         await self._train("export_sampler", model_id)

@@ -19,16 +19,18 @@ from verl_tinker.core.service import Service
 
 
 class TestServer:
-    """`url` is the base URL, `engine` the fake, `service` the core behind the server."""
+    """`url` is the base URL, `engine` the fake, `service` the core behind the server. `wrap` puts an app around its own."""
 
     __test__ = False
 
-    def __init__(self, checkpoint_dir, *, ready=True, allow_shutdown=True, poll_seconds=25.0, changed_flags={}, **options):
+    def __init__(self, checkpoint_dir, *, ready=True, allow_shutdown=True, poll_seconds=25.0, changed_flags={}, keys=None,
+                 wrap=lambda app: app, **options):
         self.engine = FakeEngine()
         if not ready:
             self.engine.hold.add("start")
-        self._checkpoint_dir, self._options = checkpoint_dir, options
-        self._app_options = {"allow_shutdown": allow_shutdown, "poll_seconds": poll_seconds, "changed_flags": changed_flags}
+        self._checkpoint_dir, self._options, self._wrap = checkpoint_dir, options, wrap
+        self._app_options = {"allow_shutdown": allow_shutdown, "poll_seconds": poll_seconds,
+                             "changed_flags": changed_flags, "keys": keys}
         # The protocol must be named: asyncio turns Nagle's algorithm off only for a socket that says TCP.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind(("127.0.0.1", 0))
@@ -44,7 +46,7 @@ class TestServer:
         self._http = None
         self.service = Service(self.engine, self._checkpoint_dir, **self._options)
         app = create_app(self.service, on_shutdown=self.shutdown_asked.set, **self._app_options)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=90)
+        config = uvicorn.Config(self._wrap(app), log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=90)
         self._http = uvicorn.Server(config)
         self.loop = asyncio.get_running_loop()
         starting = asyncio.create_task(self.service.start())

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from verl_tinker.core.errors import EngineError, NotFound, UserError
-from verl_tinker.core.futures import FutureStore
+from verl_tinker.core.futures import FutureStore, Limits
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -32,20 +32,20 @@ def test_waiting_ends_with_the_result_not_with_the_time():
 
 
 def test_the_first_settled_go_first_and_pending_ones_stay():
-    store = FutureStore(max_count=3)
+    store = FutureStore(Limits(count=3))
     pending = store.create("a")
     settled = [store.create("b") for _ in range(5)]
     for future in reversed(settled):
         future.succeed(0)
     store.create("c")
     assert pending.request_id in store
-    assert [f.request_id in store for f in settled] == [True, True, False, False, False]
+    assert [f.request_id in store for f in settled] == [True, True, True, False, False]
     with pytest.raises(NotFound, match="submit the operation again"):
         store.get(settled[-1].request_id)
 
 
 def test_old_results_go():
-    store = FutureStore(max_age_s=0.0)
+    store = FutureStore(Limits(age_s=0.0))
     old = store.create("a")
     old.fail(UserError("x"))
     store.create("b")

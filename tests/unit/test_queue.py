@@ -4,6 +4,7 @@ import pytest
 
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.futures import FutureStore
+from verl_tinker.core.journal import Journal
 from verl_tinker.core.queue import CommandQueue
 
 pytestmark = pytest.mark.timeout(10)
@@ -13,7 +14,7 @@ def scenario(body):
     """Run `body(queue, log, command)` on a loop; `command(name)` makes an action that logs its begin and end."""
 
     async def run():
-        queue, log = CommandQueue(FutureStore()), []
+        queue, log = CommandQueue(FutureStore(), Journal(None)), []
 
         def command(name, error=None):
             async def act():

@@ -16,11 +16,14 @@ from verl_tinker.api import (
     errors,
     flags,
     routes_catalog,
+    routes_external,
     routes_futures,
     routes_server,
     routes_sessions,
     routes_training,
 )
+from verl_tinker.api.codec import WireCodec
+from verl_tinker.core.access import Keys
 from verl_tinker.core.service import Service
 
 
@@ -31,15 +34,18 @@ def create_app(
     on_shutdown: Callable[[], Awaitable[None] | None] = lambda: None,
     poll_seconds: float = routes_futures.POLL_SECONDS,
     changed_flags: Mapping[str, Any] = {},
+    keys: Keys | None = None,
 ) -> FastAPI:
     """The app can serve before the engine is ready: it answers health checks, and 503 to the rest.
 
     The app's own shutdown closes the service. Long polls hold connections open until their futures end, so
     whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
-    `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
+    Without `keys` everybody may call and sees everything. `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
     """
     app = FastAPI(title="verl-tinker", lifespan=_lifespan, openapi_url=None)
     app.state.service = service
+    service.futures.codec = WireCodec()
+    app.state.keys = keys
     app.state.allow_shutdown = allow_shutdown
     app.state.on_shutdown = on_shutdown
     app.state.poll_seconds = poll_seconds
@@ -50,11 +56,13 @@ def create_app(
     for router in (
         routes_server.open_router,
         routes_futures.open_router,
+        routes_external.open_router,
         routes_server.router,
         routes_sessions.router,
         routes_training.router,
         routes_futures.router,
         routes_catalog.router,
+        routes_external.router,
     ):
         api.include_router(router)
     app.include_router(api)

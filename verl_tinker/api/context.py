@@ -9,6 +9,7 @@ from typing import Annotated
 
 from fastapi import Depends, HTTPException, Request
 
+from verl_tinker.api.auth import CallerDep
 from verl_tinker.core.service import Service
 
 
@@ -19,7 +20,7 @@ def get_service(request: Request) -> Service:
 ServiceDep = Annotated[Service, Depends(get_service)]
 
 
-async def require_ready(service: ServiceDep) -> None:
+async def require_ready(service: ServiceDep, caller: CallerDep) -> None:
     health = service.health
     if health.status == "starting":
         raise HTTPException(503, f"the server is starting: {health.phase}", {"Retry-After": "2"})

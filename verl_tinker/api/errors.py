@@ -7,25 +7,34 @@ from __future__ import annotations
 
 import logging
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from verl_tinker.core.errors import CapacityError, Evicted, NotFound, TinkerError, UserError
+from verl_tinker.core.errors import CapacityError, Evicted, NotFound, Overloaded, RunLost, TinkerError, UserError
 
 log = logging.getLogger(__name__)
 
 # 402, 408, 409, 429 and 5xx make the SDK repeat a call, so a user's mistake has none of these.
-_STATUS = ((NotFound, 404), (Evicted, 410), (CapacityError, 400), (UserError, 400), (TinkerError, 500))
+_STATUS = ((NotFound, 404), (RunLost, 404), (Overloaded, 429), (Evicted, 410), (CapacityError, 400), (UserError, 400), (TinkerError, 500))
 
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(TinkerError, _refuse)
+    app.add_exception_handler(404, _not_offered)
     app.add_exception_handler(Exception, _crash)
+
+
+async def _not_offered(request: Request, error: HTTPException) -> JSONResponse:
+    # What a route itself says of a thing that it does not find is better than this.
+    nothing = error.detail == "Not Found"
+    detail = f"{request.method} {request.url.path} is not offered by this server" if nothing else error.detail
+    return JSONResponse({"detail": detail}, 404, error.headers)
 
 
 async def _refuse(request: Request, error: TinkerError) -> JSONResponse:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    return JSONResponse({"detail": str(error), "category": error.category}, status)
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return JSONResponse({"detail": str(error), "category": error.category}, status, headers)
 
 
 async def _crash(request: Request, error: Exception) -> JSONResponse:

@@ -64,6 +64,43 @@ def encode_sample(result: SampleResult) -> bytes:
     return message.SerializeToString()
 
 
+def read_forward_backward(data: bytes) -> tuple[list[np.ndarray], dict[str, float]]:
+    """The log-probabilities of each datum and the metrics, from what `encode_forward_backward` wrote."""
+    message = pb.ForwardBackwardOutput.FromString(data)
+    logprobs = []
+    for record in message.loss_fn_outputs:
+        tensor = record.fields["logprobs"]
+        offsets = np.frombuffer(tensor.offsets, _INT64)
+        for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+            flat = np.frombuffer(tensor.data[begin:end], _FLOAT32)
+            logprobs.append(flat.reshape(-1, *tensor.trailing_shape))
+    return logprobs, dict(message.metrics)
+
+
+def read_sample(data: bytes) -> SampleResult:
+    """What `encode_sample` wrote; the version is not in it, so it is given as 0."""
+    message = pb.SampleResponse.FromString(data)
+    names = {number: name for name, number in _STOP.items()}
+    sequences = [
+        SampledSequence(np.frombuffer(s.tokens, _INT32), np.frombuffer(s.logprobs, _FLOAT32), names[s.stop_reason])
+        for s in message.sequences
+    ]
+    scored, ranked = message.HasField("prompt_logprobs"), message.HasField("topk_prompt_logprobs")
+    return SampleResult(
+        sequences,
+        0,
+        np.frombuffer(message.prompt_logprobs, _FLOAT32) if scored else None,
+        _read_topk(message.topk_prompt_logprobs) if ranked else None,
+        message.prompt_cache_hit_tokens,
+    )
+
+
+def _read_topk(message: pb.TopkLogprobs) -> TopK:
+    shape = (message.length, message.k)
+    return TopK(np.frombuffer(message.token_ids, _INT32).reshape(shape),
+                np.frombuffer(message.logprobs, _FLOAT32).reshape(shape))
+
+
 def _decode_datum(datum: pb.Datum, where: str) -> Datum:
     field = f"{where}.model_input"
     tokens = join_tokens((_decode_chunk(chunk, field) for chunk in datum.model_input), field)

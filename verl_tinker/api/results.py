@@ -5,6 +5,7 @@ Owns the shapes of results. Does not wait for them: `verl_tinker.api.routes_futu
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -12,32 +13,32 @@ import numpy as np
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from verl_tinker.api import proto
+from verl_tinker.api import codec, proto
 from verl_tinker.core.futures import Future
-from verl_tinker.core.types import EMPTY_CELL, ForwardBackwardResult, SampleResult, TopK
+from verl_tinker.core.types import EMPTY_CELL, SampleResult, TopK
 
 PROTOBUF = "application/x-protobuf"
 
 
 def answer(future: Future, accept: str) -> Response:
+    """The answer of a settled future; FileNotFoundError when its result has just been dropped."""
     if future.error is not None:
         return JSONResponse({"error": str(future.error), "category": future.error.category})
-    result = future.result
-    binary = PROTOBUF in accept
-    if isinstance(result, ForwardBackwardResult):
-        if binary:
-            return Response(proto.encode_forward_backward(result), media_type=PROTOBUF)
-        return JSONResponse(_forward_backward(result))
-    if isinstance(result, SampleResult):
-        if binary:
-            return Response(proto.encode_sample(result), media_type=PROTOBUF)
-        return JSONResponse(_sample(result))
-    return JSONResponse({**result, "type": future.kind, **_metrics(result)})
+    encoded = future.result
+    if encoded.form == codec.JSON:
+        result = json.loads(encoded.data)
+        return JSONResponse({**result, "type": future.kind, **_metrics(result)})
+    if PROTOBUF in accept:
+        return Response(encoded.data, media_type=PROTOBUF)
+    if encoded.form == codec.FORWARD_BACKWARD:
+        return JSONResponse(_forward_backward(*proto.read_forward_backward(encoded.data)))
+    return JSONResponse(_sample(proto.read_sample(encoded.data)))
 
 
 def not_yet(future: Future) -> JSONResponse:
-    """408 makes the SDK poll again at once without a word; the body tells it that work goes on."""
-    return JSONResponse({"type": "try_again", "request_id": future.request_id, "queue_state": "active"}, 408)
+    """408 makes the SDK poll again at once without a word; the body tells it what the work waits for."""
+    body = {"type": "try_again", "request_id": future.request_id, "queue_state": "active"}
+    return JSONResponse({**body, "queue_state_reason": future.state()}, 408)
 
 
 def _metrics(result: dict) -> dict:
@@ -49,15 +50,15 @@ def _numbers(metrics: dict[str, float]) -> dict[str, Any]:
     return {key: float(v) if math.isfinite(v) else str(float(v)) for key, v in metrics.items()}
 
 
-def _forward_backward(result: ForwardBackwardResult) -> dict:
+def _forward_backward(logprobs: list[np.ndarray], metrics: dict[str, float]) -> dict:
     outputs = [
         {"logprobs": {"data": _floats(array.ravel()), "dtype": "float32", "shape": list(array.shape)}}
-        for array in result.logprobs
+        for array in logprobs
     ]
     return {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": outputs,
-        "metrics": _numbers(result.metrics),
+        "metrics": _numbers(metrics),
     }
 
 

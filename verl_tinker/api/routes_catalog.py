@@ -1,19 +1,20 @@
-"""Routes of listings: training runs and checkpoints, their removal and their time to live.
+"""Routes of listings: training runs and checkpoints, their removal, publication and time to live.
 
 Owns the shapes of listings. Does not read the disk: the core's catalogue does.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query
 
 from verl_tinker.api import wire
+from verl_tinker.api.auth import CallerDep
 from verl_tinker.api.body import json_body
 from verl_tinker.api.context import ServiceDep, require_ready
 from verl_tinker.api.routes_training import adapter_fields
+from verl_tinker.api.wire_catalog import LOCAL, date
 from verl_tinker.core.catalog import RunView
 from verl_tinker.core.checkpoints import KINDS, Checkpoint
 
@@ -21,49 +22,78 @@ router = APIRouter(dependencies=[Depends(require_ready)])
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 Offset = Annotated[int, Query(ge=0)]
+Scope = Literal["owned", "accessible"]
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+def checkpoint_path(run_id: str, kind: str, name: str) -> str:
+    return f"tinker://{run_id}/{kind}/{name}"
+
+
+PathDep = Annotated[str, Depends(checkpoint_path)]
 
 
 @router.get("/training_runs")
-async def list_training_runs(service: ServiceDep, limit: Limit = 20, offset: Offset = 0) -> dict:
-    runs = await service.catalog.runs()
+async def list_training_runs(
+    service: ServiceDep, caller: CallerDep, limit: Limit = 20, offset: Offset = 0, project_id: str | None = None
+) -> dict:
+    runs = await service.catalog.runs(caller, project_id)
     page = [_run(view) for view in runs[offset : offset + limit]]
     return {"training_runs": page, "cursor": _cursor(limit, offset, len(runs))}
 
 
 @router.get("/training_runs/{run_id}")
-async def get_training_run(run_id: str, service: ServiceDep) -> dict:
-    return _run(await service.catalog.run(run_id))
+async def get_training_run(
+    run_id: str, service: ServiceDep, caller: CallerDep, access_scope: Scope = "owned"
+) -> dict:
+    return _run(await service.catalog.run(caller, run_id, with_public=access_scope == "accessible"))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-async def list_run_checkpoints(run_id: str, service: ServiceDep) -> dict:
-    return {"checkpoints": [_checkpoint(c) for c in await service.catalog.checkpoints(run_id)]}
+async def list_run_checkpoints(run_id: str, service: ServiceDep, caller: CallerDep) -> dict:
+    return {"checkpoints": [_checkpoint(c) for c in await service.catalog.run_checkpoints(caller, run_id)]}
 
 
 @router.get("/checkpoints")
-async def list_checkpoints(service: ServiceDep, limit: Limit = 100, offset: Offset = 0) -> dict:
-    checkpoints = await service.catalog.checkpoints()
+async def list_checkpoints(
+    service: ServiceDep, caller: CallerDep, limit: Limit = 100, offset: Offset = 0
+) -> dict:
+    checkpoints = await service.catalog.checkpoints(caller)
     page = [_checkpoint(c) for c in checkpoints[offset : offset + limit]]
     return {"checkpoints": page, "cursor": _cursor(limit, offset, len(checkpoints))}
 
 
-@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}")
-async def delete_checkpoint(run_id: str, kind: str, name: str, service: ServiceDep) -> dict:
-    await service.catalog.delete(f"tinker://{run_id}/{kind}/{name}")
+@router.delete(CHECKPOINT)
+async def delete_checkpoint(path: PathDep, service: ServiceDep, caller: CallerDep) -> dict:
+    await service.catalog.delete(caller, path)
     return {}
 
 
-@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
+@router.post(CHECKPOINT + "/publish")
+async def publish_checkpoint(path: PathDep, service: ServiceDep, caller: CallerDep) -> dict:
+    await service.catalog.set_public(caller, path, True)
+    return {}
+
+
+@router.delete(CHECKPOINT + "/publish")
+async def unpublish_checkpoint(path: PathDep, service: ServiceDep, caller: CallerDep) -> dict:
+    await service.catalog.set_public(caller, path, False)
+    return {}
+
+
+@router.put(CHECKPOINT + "/ttl")
 async def set_ttl(
-    run_id: str, kind: str, name: str, service: ServiceDep, body: wire.Ttl = json_body(wire.Ttl)
+    path: PathDep, service: ServiceDep, caller: CallerDep, body: wire.Ttl = json_body(wire.Ttl)
 ) -> dict:
-    await service.catalog.set_ttl(f"tinker://{run_id}/{kind}/{name}", body.ttl_seconds)
+    await service.catalog.set_ttl(caller, path, body.ttl_seconds)
     return {}
 
 
 @router.post("/weights_info")
-async def weights_info(service: ServiceDep, body: wire.WeightsInfo = json_body(wire.WeightsInfo)) -> dict:
-    checkpoint = await service.catalog.checkpoint(body.tinker_path)
+async def weights_info(
+    service: ServiceDep, caller: CallerDep, body: wire.WeightsInfo = json_body(wire.WeightsInfo)
+) -> dict:
+    checkpoint = await service.catalog.checkpoint(caller, body.tinker_path)
     return {
         "base_model": checkpoint.spec.base_model,
         "optimizer_config": {"type": "adamw"},
@@ -75,11 +105,11 @@ def _run(view: RunView) -> dict:
     shape = {
         "training_run_id": view.run_id,
         "base_model": view.spec.base_model,
-        "model_owner": "local",
+        "model_owner": view.owner or LOCAL,
         "is_lora": view.spec.lora is not None,
         "lora_rank": view.spec.lora.rank if view.spec.lora else None,
         "corrupted": False,
-        "last_request_time": _time(view.last_request),
+        "last_request_time": date(view.last_request),
         "user_metadata": view.user_metadata,
     }
     for key, checkpoint in (
@@ -94,17 +124,13 @@ def _checkpoint(checkpoint: Checkpoint) -> dict:
     return {
         "checkpoint_id": checkpoint.path.checkpoint_id,
         "checkpoint_type": KINDS[checkpoint.path.kind],
-        "time": _time(checkpoint.created),
+        "time": date(checkpoint.created),
         "tinker_path": str(checkpoint.path),
         "size_bytes": checkpoint.size_bytes,
-        "public": False,
+        "public": checkpoint.public,
         "user_metadata": checkpoint.user_metadata,
-        "expires_at": _time(checkpoint.expires_at) if checkpoint.expires_at is not None else None,
+        "expires_at": date(checkpoint.expires_at) if checkpoint.expires_at is not None else None,
     }
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _cursor(limit: int, offset: int, total: int) -> dict:

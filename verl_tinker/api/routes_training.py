@@ -10,30 +10,33 @@ import asyncio
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from verl_tinker.api import proto, wire
+from verl_tinker.api.auth import CallerDep
 from verl_tinker.api.body import json_body, off_loop, read_body, read_json
 from verl_tinker.api.context import ServiceDep, require_ready
 from verl_tinker.api.results import PROTOBUF
+from verl_tinker.core.access import Caller
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.futures import Future
 from verl_tinker.core.service import Service
+from verl_tinker.core.training import step_kind
 from verl_tinker.core.types import ModelSpec
 
 router = APIRouter(dependencies=[Depends(require_ready)])
 
 
 @router.post("/create_model")
-async def create_model(service: ServiceDep, body: wire.CreateModel = json_body(wire.CreateModel)) -> dict:
+async def create_model(service: ServiceDep, caller: CallerDep, body: wire.CreateModel = json_body(wire.CreateModel)) -> dict:
     spec = ModelSpec(body.base_model, body.lora_config.spec() if body.lora_config else None)
     return _accepted(
         service.training.create_model(
-            body.session_id, body.model_seq_id, spec, body.optimizer_config.type, body.user_metadata
+            caller, body.session_id, body.model_seq_id, spec, body.optimizer_config.type, body.user_metadata
         )
     )
 
 
 @router.post("/get_info")
-async def get_info(service: ServiceDep, body: wire.ModelBody = json_body(wire.ModelBody)) -> dict:
-    run = service.runs.get(body.model_id)
+async def get_info(service: ServiceDep, caller: CallerDep, body: wire.ModelBody = json_body(wire.ModelBody)) -> dict:
+    run = service.runs.get(body.model_id, caller)
     return {
         "type": "get_info",
         "model_id": run.run_id,
@@ -46,10 +49,10 @@ async def get_info(service: ServiceDep, body: wire.ModelBody = json_body(wire.Mo
 
 
 @router.post("/forward_backward")
-async def forward_backward(request: Request, service: ServiceDep) -> dict:
+async def forward_backward(request: Request, service: ServiceDep, caller: CallerDep) -> dict:
     if PROTOBUF not in request.headers.get("content-type", ""):
         body = await read_json(request, wire.JsonForwardBackward)
-        return await _submit_json(service, body, body.forward_backward_input, backward=True)
+        return await _submit_json(service, caller, body, body.forward_backward_input, backward=True)
     raw = await read_body(request)
     try:
         message = await off_loop(len(raw), proto.parse_forward_backward, raw)
@@ -62,34 +65,35 @@ async def forward_backward(request: Request, service: ServiceDep) -> dict:
     try:
         data, settings = await off_loop(len(raw), proto.decode_batch, message)
     except UserError as error:
-        return _accepted(service.training.reject(message.model_id, seq, _kind(backward), error))
+        return _accepted(service.training.reject(caller, message.model_id, seq, step_kind(backward), error))
     return _accepted(
-        service.training.forward_backward(message.model_id, seq, data, message.loss_fn, settings, backward)
+        service.training.forward_backward(caller, message.model_id, seq, data, message.loss_fn, settings, backward)
     )
 
 
 @router.post("/forward")
-async def forward(service: ServiceDep, body: wire.JsonForward = json_body(wire.JsonForward)) -> dict:
-    return await _submit_json(service, body, body.forward_input, backward=False)
+async def forward(service: ServiceDep, caller: CallerDep, body: wire.JsonForward = json_body(wire.JsonForward)) -> dict:
+    return await _submit_json(service, caller, body, body.forward_input, backward=False)
 
 
 @router.post("/optim_step")
-async def optim_step(service: ServiceDep, body: wire.OptimStep = json_body(wire.OptimStep)) -> dict:
+async def optim_step(service: ServiceDep, caller: CallerDep, body: wire.OptimStep = json_body(wire.OptimStep)) -> dict:
     try:
         adam = body.adam()
     except UserError as error:
-        return _accepted(service.training.reject(body.model_id, body.seq_id, "optim_step", error))
-    return _accepted(service.training.optim_step(body.model_id, body.seq_id, adam))
+        return _accepted(service.training.reject(caller, body.model_id, body.seq_id, "optim_step", error))
+    return _accepted(service.training.optim_step(caller, body.model_id, body.seq_id, adam))
 
 
 @router.post("/load_weights")
-async def load_weights(service: ServiceDep, body: wire.LoadWeights = json_body(wire.LoadWeights)) -> dict:
+async def load_weights(service: ServiceDep, caller: CallerDep, body: wire.LoadWeights = json_body(wire.LoadWeights)) -> dict:
     if body.model_id is not None:
-        return _accepted(service.training.load_weights(body.model_id, body.seq_id, body.path, body.optimizer))
+        return _accepted(service.training.load_weights(caller, body.model_id, body.seq_id, body.path, body.optimizer))
     if body.session_id is None or body.model_seq_id is None:
         raise HTTPException(422, "give model_id, or session_id and model_seq_id to create a model from the path")
     return _accepted(
         service.training.create_from_state(
+            caller,
             body.session_id,
             body.model_seq_id,
             body.path,
@@ -102,25 +106,25 @@ async def load_weights(service: ServiceDep, body: wire.LoadWeights = json_body(w
 
 
 @router.post("/save_weights")
-async def save_weights(service: ServiceDep, body: wire.SaveWeights = json_body(wire.SaveWeights)) -> dict:
+async def save_weights(service: ServiceDep, caller: CallerDep, body: wire.SaveWeights = json_body(wire.SaveWeights)) -> dict:
     return _accepted(
         service.saving.save_weights(
-            body.model_id, body.seq_id, body.path, body.overwrite, body.ttl_seconds, body.user_metadata
+            caller, body.model_id, body.seq_id, body.path, body.overwrite, body.ttl_seconds, body.user_metadata
         )
     )
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(
-    service: ServiceDep, body: wire.SaveWeightsForSampler = json_body(wire.SaveWeightsForSampler)
+    service: ServiceDep, caller: CallerDep, body: wire.SaveWeightsForSampler = json_body(wire.SaveWeightsForSampler)
 ) -> dict:
     if body.path is not None:
         future = service.saving.save_named_sampler(
-            body.model_id, body.seq_id, body.path, body.ttl_seconds, body.user_metadata
+            caller, body.model_id, body.seq_id, body.path, body.ttl_seconds, body.user_metadata
         )
     elif body.sampling_session_seq_id is not None:
         future = service.saving.save_snapshot(
-            body.model_id, body.seq_id, body.sampling_session_seq_id, body.kind == "inflight"
+            caller, body.model_id, body.seq_id, body.sampling_session_seq_id, body.kind == "inflight"
         )
     else:
         raise HTTPException(422, "give path for named weights, or sampling_session_seq_id for a snapshot")
@@ -141,21 +145,17 @@ def adapter_fields(spec: ModelSpec) -> dict:
 
 
 async def _submit_json(
-    service: Service, command: wire.Command, content: wire.ForwardBackwardInput, backward: bool
+    service: Service, caller: Caller, command: wire.Command, content: wire.ForwardBackwardInput, backward: bool
 ) -> dict:
     try:
         data = await asyncio.to_thread(content.batch)
     except UserError as error:
-        return _accepted(service.training.reject(command.model_id, command.seq_id, _kind(backward), error))
+        return _accepted(service.training.reject(caller, command.model_id, command.seq_id, step_kind(backward), error))
     return _accepted(
         service.training.forward_backward(
-            command.model_id, command.seq_id, data, content.loss_fn, content.loss_fn_config or {}, backward
+            caller, command.model_id, command.seq_id, data, content.loss_fn, content.loss_fn_config or {}, backward
         )
     )
-
-
-def _kind(backward: bool) -> str:
-    return "forward_backward" if backward else "forward"
 
 
 def _accepted(future: Future) -> dict:

@@ -71,6 +71,10 @@ class RunRecord:
     project_id: str | None = None
     parameter_bytes: int = 0
 
+    @property
+    def session_id(self) -> str:
+        return self.run_id.partition(":")[0]
+
 
 def parse_path(text: str) -> CheckpointPath:
     parts = text.removeprefix("tinker://").split("/") if text.startswith("tinker://") else []

@@ -43,3 +43,15 @@ class EngineError(TinkerError):
 
 class SyncError(EngineError):
     """Sampler and trainer disagree after a weight transfer; the version is not served."""
+
+
+class RunLost(TinkerError):
+    """A training run that this server once held and holds no more, through no fault of its user."""
+
+
+class Overloaded(TinkerError):
+    """Too many requests wait already; nothing was registered, and the same call may be sent again."""
+
+
+class StateInUse(TinkerError):
+    """Another live server keeps its state in the same folder."""

@@ -5,9 +5,12 @@ Owns the number of places. Does not talk to the engine: `verl_tinker.core.traini
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_tinker.core.errors import CapacityError, NotFound
+from verl_tinker.core.access import Caller, may_see
+from verl_tinker.core.errors import CapacityError, NotFound, RunLost, TinkerError
+from verl_tinker.core.journal import Journal
 from verl_tinker.core.sessions import Session, SessionTable
 from verl_tinker.core.types import ModelSpec
 
@@ -24,43 +27,66 @@ class Run:
     created: float
     last_request: float
     has_gradient: bool = False
+    is_leaving: bool = False
 
 
 class RunTable:
     """The live runs, at most `max_runs`."""
 
-    def __init__(self, sessions: SessionTable, max_runs: int):
+    def __init__(self, sessions: SessionTable, max_runs: int, journal: Journal, resume_from: Callable[[str], str | None]):
+        """`resume_from` gives the newest path from which a run's client may go on."""
         self._sessions = sessions
+        self._journal = journal
+        self._resume_from = resume_from
         self._max_runs = max_runs
         self._runs: dict[str, Run] = {}
-        self._dropped: dict[str, str] = {}
 
-    def get(self, run_id: str) -> Run:
+    def get(self, run_id: str, caller: Caller = None) -> Run:
         run = self._runs.get(run_id)
         if run is None:
-            raise self.absent(run_id)
+            owner = self._journal.run_owner(run_id)
+            raise self.absent(run_id) if owner is None or may_see(caller, owner) else self.unknown(run_id)
+        if not may_see(caller, run.session.owner):
+            raise self.unknown(run_id)
         return run
 
-    def absent(self, run_id: str) -> NotFound:
-        """The refusal of work on a run that is not live, with the reason."""
-        why = self._dropped.get(run_id, "it was never created here, its creation failed, or the server restarted")
+    def absent(self, run_id: str) -> TinkerError:
+        """The refusal of work on a run that is not live, with the reason and the way to go on."""
+        end = self._journal.run_end(run_id)
+        if end is None:
+            return self.unknown(run_id)
+        why, category = end
+        path = self._resume_from(run_id)
+        how = (
+            f"create_training_client_from_state_with_optimizer({path!r}) goes on from its last saved state" if path
+            else "it saved no state, so begin again with a new training client"
+        )
+        kind = NotFound if category == "user" else RunLost
+        return kind(f"model_id {run_id!r} is not a live training run any more: {why}; {how}")
+
+    def unknown(self, run_id: str) -> NotFound:
         return NotFound(
-            f"model_id {run_id!r} is not a live training run: {why}. Create a training client again; "
-            "create_training_client_from_state_with_optimizer resumes from a saved checkpoint"
+            f"model_id {run_id!r} is not a training run of this server: it was never created here, or its creation "
+            "failed. Create a training client"
         )
 
     def find(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
     def add(self, run: Run) -> None:
+        self._journal.add_run(run.run_id, run.session.owner, run.session.session_id)
         self._runs[run.run_id] = run
 
-    def remove(self, run: Run, reason: str) -> None:
+    def remove(self, run: Run, reason: str, category: str = "user") -> None:
+        """`category` "server" says that its client could do nothing about it."""
         self._runs.pop(run.run_id, None)
-        self._dropped[run.run_id] = reason
+        self._journal.end_run(run.run_id, reason, category)
 
     def all(self) -> list[Run]:
         return list(self._runs.values())
+
+    def of_session(self, session_id: str) -> list[Run]:
+        return [run for run in self._runs.values() if run.session.session_id == session_id]
 
     def to_make_way(self, spec: ModelSpec) -> list[Run]:
         """The runs that must be dropped before a new one of `spec` is created; CapacityError when too few may be."""
@@ -81,10 +107,8 @@ class RunTable:
     def why_over(self, run: Run) -> str:
         session = run.session
         if session.finished:
-            return f"its session finished ({session.finished}) and another run took its place"
-        return (
-            f"its session sent no heartbeat for {self._sessions.timeout_s:.0f} s and another run took its place"
-        )
+            return f"its session finished ({session.finished})"
+        return f"its session sent no heartbeat for {self._sessions.timeout_s:.0f} s"
 
     def _refusal(self, reason: str, over: list[Run]) -> str:
         holders = "; ".join(

@@ -5,27 +5,37 @@ Owns which weights a sampler stands for; that never changes. Does not sample.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_tinker.core.checkpoints import CheckpointPath
+from verl_tinker.core.access import Caller, may_see
+from verl_tinker.core.checkpoints import KINDS, CheckpointPath, parse_path
 from verl_tinker.core.errors import Evicted, NotFound, UserError
+from verl_tinker.core.journal import Journal, SamplerRecord
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.versions import Version, VersionTable
 
 OTHER_RUNS = "other runs"
+# A client's requests are numbered clone * 10^9 + n, within 64 bits.
+_MOST_CLIENTS = 1_000_000_000
 
 
 @dataclass
 class Sampler:
-    """A base model (neither of the two), an unnamed snapshot, or a checkpoint by path and uid."""
+    """A base model (neither of the two), an unnamed snapshot, or a checkpoint by path and uid.
+
+    `is_lost`: it was a snapshot in an earlier server, whose weights ended with that.
+    """
 
     sampler_id: str
     session_id: str
     base_model: str
+    owner: str = ""
     snapshot: Version | None = None
     path: CheckpointPath | None = None
     checkpoint_uid: str | None = None
+    is_lost: bool = False
     clones: int = 0
 
     def join(self) -> int:
@@ -37,40 +47,82 @@ class Sampler:
 class SamplerTable:
     """Every sampler by id; loads a named one's weights again when they were evicted."""
 
-    def __init__(self, versions: VersionTable, checkpoints: CheckpointStore, is_live: Callable[[str], bool]):
+    def __init__(
+        self, versions: VersionTable, checkpoints: CheckpointStore, is_live: Callable[[str], bool], journal: Journal
+    ):
         self._versions = versions
+        self._journal = journal
         self._checkpoints = checkpoints
         self._is_live = is_live
         self._samplers: dict[str, Sampler] = {}
+        self._released: set[str] = set()
 
-    def get(self, sampler_id: str) -> Sampler:
-        sampler = self._samplers.get(sampler_id)
-        if sampler is None:
+    def get(self, sampler_id: str, caller: Caller) -> Sampler:
+        sampler = self.find(sampler_id)
+        if sampler is None or not may_see(caller, sampler.owner):
             raise NotFound(
-                f"sampling_session_id {sampler_id!r} is not known here; the server may have restarted since. "
-                "Create a sampling client again from the saved path or the base model"
+                f"sampling_session_id {sampler_id!r} is not known here; create a sampling client from a saved path or "
+                "the base model"
             )
         return sampler
 
     def find(self, sampler_id: str) -> Sampler | None:
-        return self._samplers.get(sampler_id)
+        return self._samplers.get(sampler_id) or self._restore(sampler_id)
 
     def add(self, sampler: Sampler) -> Sampler:
+        self._journal.add_sampler(SamplerRecord(
+            sampler.sampler_id, sampler.owner, sampler.session_id, sampler.base_model,
+            str(sampler.path) if sampler.path else None, sampler.checkpoint_uid, sampler.snapshot is not None))
         self._samplers[sampler.sampler_id] = sampler
         return sampler
 
-    def of_path(self, sampler_id: str, session_id: str, path: CheckpointPath) -> Sampler:
+    def release(self, session_id: str) -> list[Version]:
+        """The snapshots that only this session's samplers stood for, which the caller evicts."""
+        self._released.add(session_id)
+        mine = [s.snapshot for s in self._samplers.values() if s.session_id == session_id and s.snapshot]
+        return [version for version in mine if not version.evicted]
+
+    def _restore(self, sampler_id: str) -> Sampler | None:
+        """A sampler of an earlier server, from the journal."""
+        record = self._journal.sampler(sampler_id)
+        if record is None:
+            return None
+        # Clients that joined before must not meet new ones in their range of numbers.
+        clones = secrets.randbelow(_MOST_CLIENTS // 2) + _MOST_CLIENTS // 4
+        path = parse_path(record.path) if record.path else None
+        sampler = Sampler(sampler_id, record.session_id, record.base_model, record.owner, None, path, record.uid,
+                          is_lost=record.is_snapshot, clones=clones)
+        self._samplers[sampler_id] = sampler
+        return sampler
+
+    def of_session(self, session_id: str) -> list[Sampler]:
+        return [sampler for sampler in self._samplers.values() if sampler.session_id == session_id]
+
+    def in_use(self, checkpoint_uid: str) -> bool:
+        """Whether a sampler of a session that goes on stands for this checkpoint."""
+        return any(
+            sampler.checkpoint_uid == checkpoint_uid and sampler.session_id not in self._released
+            for sampler in self._samplers.values()
+        )
+
+    def of_path(self, sampler_id: str, session_id: str, path: CheckpointPath, owner: str) -> Sampler:
         """A sampler, not added yet, for what a path holds now."""
         if path.kind != "sampler_weights":
             raise UserError(
-                f"model_path: {path} holds training weights, which are resumed and not sampled; save with "
+                f"model_path: {path} is a {KINDS[path.kind]} checkpoint, which cannot be sampled; save with "
                 "save_weights_for_sampler and use the path it returns"
             )
-        checkpoint = self._checkpoints.get(path)
-        return Sampler(sampler_id, session_id, checkpoint.spec.base_model, path=path, checkpoint_uid=checkpoint.uid)
+        checkpoint = self._checkpoints.get(path, owner or None)
+        base_model = checkpoint.spec.base_model
+        return Sampler(sampler_id, session_id, base_model, owner, path=path, checkpoint_uid=checkpoint.uid)
 
     async def version(self, sampler: Sampler) -> Version | None:
         """The loaded version that a sampler stands for, None for the base model; never any other weights."""
+        if sampler.is_lost:
+            raise Evicted(
+                f"sampler {sampler.sampler_id} cannot answer: it was an unnamed snapshot, and its weights ended when the "
+                "server restarted; resume the run from a saved state, and give a name to weights that must stay"
+            )
         if sampler.snapshot is not None:
             if sampler.snapshot.evicted:
                 raise Evicted(

@@ -12,8 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from verl_tinker.core.access import Caller
 from verl_tinker.core.checkpoints import parse_path
-from verl_tinker.core.errors import EngineError, TinkerError, UserError
+from verl_tinker.core.completions import CompletionTable
+from verl_tinker.core.errors import EngineError, Overloaded, TinkerError, UserError
+from verl_tinker.core.fair import FairSlots
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.sessions import SessionTable
@@ -27,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class Sampling:
-    """Answers each sample request at once with a future, and runs at most `max_concurrent` of them together."""
+    """Answers each sample request at once with a future, and runs at most `max_concurrent` of them together.
+
+    At most `max_waiting` are accepted and not yet ended; owners and samplers take turns.
+    """
 
     def __init__(
         self,
@@ -37,58 +43,84 @@ class Sampling:
         samplers: SamplerTable,
         versions: VersionTable,
         max_concurrent: int,
+        max_waiting: int,
     ):
         self._engine = engine
         self._futures = futures
         self._sessions = sessions
         self._samplers = samplers
         self._versions = versions
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._max_waiting = max_waiting
+        self._slots = FairSlots(max_concurrent)
         self._accepted: OrderedDict[tuple[str, int], Future] = OrderedDict()
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: dict[str, asyncio.Task] = {}
+        self.completions = CompletionTable()
 
     def create_session(
-        self, session_id: str, sampling_session_seq_id: int, base_model: str | None, model_path: str | None
+        self,
+        caller: Caller,
+        session_id: str,
+        sampling_session_seq_id: int,
+        base_model: str | None,
+        model_path: str | None,
     ) -> Sampler:
         """A sampler for a saved path or a base model; the same one for the same number."""
-        self._sessions.open(session_id)
+        session = self._sessions.open(session_id, caller)
         sampler_id = f"{session_id}:sample:{sampling_session_seq_id}"
         known = self._samplers.find(sampler_id)
         if known:
-            return known
+            return _same(known, base_model, model_path)
         if not base_model and not model_path:
             raise UserError("base_model and model_path are both missing; give one of them")
         if model_path:
-            sampler = self._samplers.of_path(sampler_id, session_id, parse_path(model_path))
+            sampler = self._samplers.of_path(sampler_id, session_id, parse_path(model_path), session.owner)
         else:
-            sampler = Sampler(sampler_id, session_id, base_model)
+            sampler = Sampler(sampler_id, session_id, base_model, session.owner)
         model = find_model(self._engine.base_models(), sampler.base_model)
         if not model.sampleable:
             raise UserError(f"base_model {model.name!r} is served for training only, by this server's preset")
         return self._samplers.add(sampler)
 
-    def submit(self, sampler_id: str, seq: int | None, sequences: int, request: SampleRequest | TinkerError) -> Future:
+    def submit(
+        self, caller: Caller, sampler_id: str, seq: int | None, sequences: int, request: SampleRequest | TinkerError
+    ) -> Future:
         """Accept a request, or return the future of the one that already has this seq.
 
-        A request that cannot be read comes as its error. NotFound when the sampler is unknown.
+        A request that cannot be read comes as its error. NotFound when the sampler is unknown, Overloaded when too
+        many wait; then nothing is registered.
         """
-        sampler = self._samplers.get(sampler_id)
+        sampler = self._samplers.get(sampler_id, caller)
         known = self._accepted.get((sampler_id, seq))
         if known:
             return known
-        future = self._futures.create("sample", sequences=min(max(sequences, 0), MAX_SAMPLES))
+        if len(self._tasks) >= self._max_waiting:
+            raise Overloaded(f"{len(self._tasks)} samples wait already (server.max_waiting_samples); send this one again")
+        future = self._futures.create("sample", None, sampler.owner, min(max(sequences, 0), MAX_SAMPLES))
+        future.state = lambda: f"waits for one of the sampler's places; {len(self._tasks)} samples are accepted"
         if seq is not None:
             self._accepted[sampler_id, seq] = future
             self._forget_dropped()
         task = asyncio.get_running_loop().create_task(self._run(future, sampler, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[future.request_id] = task
+        task.add_done_callback(lambda _: self._ended(sampler_id, seq or 0, future))
         return future
 
-    async def close(self) -> None:
-        for task in self._tasks:
+    def cancel(self, future: Future) -> None:
+        """End a sample that nobody waits for any more; one that has ended stays as it is."""
+        task = self._tasks.get(future.request_id)
+        if task:
+            future.fail(UserError("this sample was cancelled by its client"))
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, sampler_id: str, seq: int, future: Future) -> None:
+        self._tasks.pop(future.request_id, None)
+        self.completions.add(sampler_id, seq, future)
 
     def _forget_dropped(self) -> None:
         while self._accepted:
@@ -99,12 +131,15 @@ class Sampling:
 
     async def _run(self, future: Future, sampler: Sampler, request: SampleRequest | TinkerError) -> None:
         try:
-            self._sessions.open(sampler.session_id)
+            # The session's own client went through the key check when it submitted.
+            self._sessions.open(sampler.session_id, None)
             if isinstance(request, TinkerError):
                 raise request
             request = check_sample(request, find_model(self._engine.base_models(), sampler.base_model))
-            async with self._slots:
-                future.succeed(await self._sample(sampler, request))
+            async with self._slots.slot(sampler.owner, sampler.sampler_id):
+                future.state = lambda: "sample is running"
+                result = await self._sample(sampler, request)
+            await self._futures.succeed(future, result)
         except TinkerError as error:
             future.fail(error)
         except asyncio.CancelledError:
@@ -145,3 +180,13 @@ def _only_last(result: SampleResult, first: int) -> SampleResult:
         topk.ids[:first] = 0
         topk.logprobs[:first] = EMPTY_CELL
     return replace(result, prompt_logprobs=logprobs, topk_prompt=topk)
+
+
+def _same(known: Sampler, base_model: str | None, model_path: str | None) -> Sampler:
+    """The sampler that a repeated create finds; UserError when the repeat asks for other weights."""
+    if (model_path and model_path != str(known.path)) or (base_model and not model_path and base_model != known.base_model):
+        raise UserError(
+            f"sampling_session_seq_id: {known.sampler_id} stands for {known.path or known.base_model} already; give "
+            f"{model_path or base_model} a number of its own"
+        )
+    return known

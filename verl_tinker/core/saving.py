@@ -1,4 +1,4 @@
-"""Saving: checkpoints to resume from, weights to sample from, and unnamed snapshots.
+"""Saving: checkpoints to resume from, weights to sample from or to take away, and unnamed snapshots.
 
 Owns what happens between a save command and its path or sampler. Does not write weights: the engine does.
 """
@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from verl_tinker.core import disk, encryption
+from verl_tinker.core.access import Caller
 from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, check_name, check_ttl
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.futures import Future
-from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.runs import Run
+from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.versions import VersionTable
@@ -43,6 +45,7 @@ class Saving:
 
     def save_weights(
         self,
+        caller: Caller,
         model_id: str,
         seq: int | None,
         name: str,
@@ -53,12 +56,19 @@ class Saving:
         async def save(run: Run) -> dict:
             path = CheckpointPath(model_id, "weights", check_name(name))
             await self._write(run, path, seq, overwrite, ttl_seconds, user_metadata, self._engine.save_state)
+            await self._prune(path)
             return {"path": str(path)}
 
-        return self._training.submit(model_id, seq, "save_weights", save)
+        return self._training.submit(caller, model_id, seq, "save_weights", self._training.on_run(model_id, save))
 
     def save_named_sampler(
-        self, model_id: str, seq: int | None, name: str, ttl_seconds: int | None, user_metadata: dict[str, str]
+        self,
+        caller: Caller,
+        model_id: str,
+        seq: int | None,
+        name: str,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str],
     ) -> Future:
         async def save(run: Run) -> dict:
             path = CheckpointPath(model_id, "sampler_weights", check_name(name))
@@ -73,27 +83,60 @@ class Saving:
                 # Weights that failed the check must not be found under a name later.
                 self._checkpoints.delete(path)
                 raise
+            await self._prune(path)
             return {"path": str(path)}
 
-        return self._training.submit(model_id, seq, "save_weights_for_sampler", save)
+        return self._training.submit(
+            caller, model_id, seq, "save_weights_for_sampler", self._training.on_run(model_id, save))
 
-    def save_snapshot(self, model_id: str, seq: int | None, sampling_session_seq_id: int, inflight: bool) -> Future:
+    def save_external(
+        self,
+        caller: Caller,
+        model_id: str,
+        seq: int | None,
+        name: str,
+        ttl_seconds: int | None,
+        age_recipients: list[str],
+    ) -> Future:
+        """Weights alone, in PEFT or Hugging Face layout, to be downloaded file by file."""
+
+        async def save(run: Run) -> dict:
+            path = CheckpointPath(model_id, "external_weights", check_name(name))
+            recipients = encryption.check_recipients(age_recipients)
+
+            async def export(run_id: str, folder: Path) -> None:
+                await self._engine.export_weights(run_id, folder)
+                if recipients:
+                    await asyncio.to_thread(encryption.encrypt_files, folder, recipients)
+
+            checkpoint = await self._write(run, path, seq, False, ttl_seconds, {}, export)
+            await self._prune(path)
+            return {"path": str(path), "size_bytes": checkpoint.size_bytes}
+
+        return self._training.submit(
+            caller, model_id, seq, "save_weights_external", self._training.on_run(model_id, save))
+
+    def save_snapshot(
+        self, caller: Caller, model_id: str, seq: int | None, sampling_session_seq_id: int, inflight: bool
+    ) -> Future:
         async def save(run: Run) -> dict:
             if inflight:
                 raise UserError("kind 'inflight' is not supported; use kind='snapshot', whose weights stay as saved")
             sampler_id = f"{run.session.session_id}:sample:{sampling_session_seq_id}"
             if self._samplers.find(sampler_id):
                 raise UserError(f"sampling_session_seq_id {sampling_session_seq_id} is taken by {sampler_id}")
+            await asyncio.to_thread(self._checkpoints.require_room, model_id, "sampler_weights")
             folder = self._checkpoints.scratch()
-            async with _discarded_on_failure(folder):
+            async with self._discarded_on_failure(folder, sampler_id):
                 await self._engine.export_sampler(model_id, folder)
                 version = await self._versions.load(run.spec.base_model, model_id, folder)
             self._samplers.add(
-                Sampler(sampler_id, run.session.session_id, version.base_model, snapshot=version)
+                Sampler(sampler_id, run.session.session_id, version.base_model, run.session.owner, version)
             )
             return {"sampling_session_id": sampler_id}
 
-        return self._training.submit(model_id, seq, "save_weights_for_sampler", save)
+        return self._training.submit(
+            caller, model_id, seq, "save_weights_for_sampler", self._training.on_run(model_id, save))
 
     async def _write(
         self,
@@ -106,7 +149,7 @@ class Saving:
         write: Callable[[str, Path], Awaitable[None]],
     ) -> Checkpoint:
         check_ttl(ttl_seconds)
-        self._checkpoints.admit(path, overwrite)
+        await asyncio.to_thread(self._checkpoints.admit, path, overwrite)
         now = time.time()
         checkpoint = Checkpoint(
             uid=secrets.token_hex(8),
@@ -115,20 +158,28 @@ class Saving:
             created=now,
             seq=seq,
             user_metadata=user_metadata,
+            owner=run.session.owner,
             ttl_seconds=ttl_seconds,
             expires_at=None if ttl_seconds is None else now + ttl_seconds,
         )
         folder = self._checkpoints.scratch()
-        async with _discarded_on_failure(folder):
+        async with self._discarded_on_failure(folder, str(path)):
             await write(run.run_id, folder)
             return await asyncio.to_thread(self._checkpoints.publish, folder, checkpoint)
 
+    async def _prune(self, path: CheckpointPath) -> None:
+        """Remove what the run has beyond `keep_last`, but nothing that a sampler stands for."""
+        for old in await asyncio.to_thread(self._checkpoints.surplus, path.run_id, path.kind):
+            if not self._samplers.in_use(old.uid):
+                await self._versions.evict_checkpoint(old.uid, f"{old.path} was removed: newer ones took its place")
+                await asyncio.to_thread(self._checkpoints.delete, old.path)
 
-@asynccontextmanager
-async def _discarded_on_failure(folder: Path) -> AsyncIterator[None]:
-    """Remove a half-made folder when what fills it fails."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    @asynccontextmanager
+    async def _discarded_on_failure(self, folder: Path, what: str) -> AsyncIterator[None]:
+        """Remove a half-made folder when what fills it fails, and say so when it was the disk."""
+        try:
+            with disk.explained(self._checkpoints.root, what):
+                yield
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise

@@ -12,19 +12,27 @@ from pathlib import Path
 from typing import Literal
 
 from verl_tinker.core.catalog import Catalog
+from verl_tinker.core.copying import Copying
+from verl_tinker.core.downloads import Downloads
 from verl_tinker.core.errors import EngineError
-from verl_tinker.core.futures import FutureStore
+from verl_tinker.core.futures import FutureStore, Limits
+from verl_tinker.core.journal import Journal
 from verl_tinker.core.queue import CommandQueue
 from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sampling import Sampling
 from verl_tinker.core.saving import Saving
 from verl_tinker.core.runs import RunTable
+from verl_tinker.core.session_catalog import SessionCatalog
 from verl_tinker.core.sessions import SessionTable
+from verl_tinker.core.signing import Signer
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.types import BaseModelInfo
 from verl_tinker.core.versions import VersionTable
 from verl_tinker.engine.base import Engine
+
+STATE_FOLDER = ".state"
+HOUSEKEEPING_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +58,38 @@ class Service:
         session_timeout_s: float = 900.0,
         max_loaded_versions: int = 8,
         max_concurrent_samples: int = 64,
-        futures: FutureStore | None = None,
+        max_waiting_samples: int = 20_000,
+        keep_last_checkpoints: int = 0,
+        limits: Limits = Limits(),
     ):
         """`max_loaded_versions` is for each live run, and once more for the checkpoints of all other runs."""
         self.engine = engine
         self.health = Health("starting", phase="created")
-        self.futures = futures or FutureStore()
-        self.sessions = SessionTable(session_timeout_s)
-        self.runs = RunTable(self.sessions, max_runs)
-        self._checkpoints = CheckpointStore(checkpoint_dir)
-        self._queue = CommandQueue(self.futures)
-        versions = VersionTable(engine, max_loaded_versions)
-        self.samplers = SamplerTable(versions, self._checkpoints, lambda run_id: self.runs.find(run_id) is not None)
+        self.journal = Journal(checkpoint_dir / STATE_FOLDER)
+        self.futures = FutureStore(limits, self.journal.results_folder())
+        self.sessions = SessionTable(session_timeout_s, self.journal)
+        self.runs = RunTable(self.sessions, max_runs, self.journal, self._resume_path)
+        self._checkpoints = CheckpointStore(checkpoint_dir, keep_last=keep_last_checkpoints)
+        self._queue = CommandQueue(self.futures, self.journal)
+        self._versions = versions = VersionTable(engine, max_loaded_versions)
+        self.samplers = SamplerTable(
+            versions, self._checkpoints, lambda run_id: self.runs.find(run_id) is not None, self.journal
+        )
         self.training = Training(
-            engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions
+            engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions, self.journal
         )
         self.saving = Saving(engine, self.training, self._checkpoints, versions, self.samplers)
         self.sampling = Sampling(
-            engine, self.futures, self.sessions, self.samplers, versions, max_concurrent_samples
+            engine, self.futures, self.sessions, self.samplers, versions, max_concurrent_samples, max_waiting_samples
         )
         self.catalog = Catalog(self.runs, self._checkpoints, versions)
+        self.session_catalog = SessionCatalog(self.sessions, self.samplers, self._checkpoints)
+        self.downloads = Downloads(self._checkpoints, Signer(self._checkpoints.root))
+        self.copying = Copying(self._checkpoints)
+
+    def _resume_path(self, run_id: str) -> str | None:
+        saved = (c.path for c in self._checkpoints.list(run_id) if c.path.kind == "weights")
+        return next((str(path) for path in saved), None)
 
     def base_models(self) -> list[BaseModelInfo]:
         return self.engine.base_models()
@@ -109,6 +129,46 @@ class Service:
             raise
         self.ready()
 
+    async def recover(self, reason: str) -> None:
+        """Start the engine again after a part of it died; raises when it does not start.
+
+        Live runs end with the reason, for their weights died; saved checkpoints and snapshots are loaded again when
+        they are asked for.
+        """
+        log.error("the engine failed and starts again: %s", reason)
+        self.health = Health("starting", phase=f"starting the engine again, because {reason}")
+        self.futures.fail_pending(EngineError(f"{reason}; this operation did not end. The engine starts again"))
+        await self.sampling.close()
+        await self._queue.close()
+        for run in self.runs.all():
+            self.runs.remove(run, reason, "server")
+        self._versions.unload_all()
+        await self.engine.close()
+        await self.start()
+
+    async def housekeep(self) -> None:
+        """Free what sessions that are over still hold, and forget what has aged."""
+        for session in self.sessions.all():
+            if not self.sessions.over(session):
+                continue
+            if session.finished is None:
+                self.sessions.finish(session, f"it sent no heartbeat for {self.sessions.timeout_s:.0f} s")
+            for run in self.runs.of_session(session.session_id):
+                self.training.release(run)
+            for version in self.samplers.release(session.session_id):
+                await self._versions.evict(version, f"its session ended ({session.finished})")
+        self.futures.prune()
+        await self.catalog.sweep_expired()
+
+    async def keep_house(self, seconds: float = HOUSEKEEPING_SECONDS) -> None:
+        """Housekeeping for ever; one that fails is logged and tried again."""
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await self.housekeep()
+            except Exception:
+                log.exception("housekeeping failed")
+
     async def close(self) -> None:
         """End pending futures, so that long polls return, then stop what runs. Safe to call twice."""
         if self.health.status != "failed":
@@ -117,3 +177,4 @@ class Service:
         await self.sampling.close()
         await self._queue.close()
         self._checkpoints.close()
+        self.journal.close()

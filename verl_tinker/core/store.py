@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_tinker.core import disk
+from verl_tinker.core.access import Caller, may_see
 from verl_tinker.core.checkpoints import (
     KINDS,
     RUN_ID,
@@ -165,9 +166,10 @@ class CheckpointStore:
     def folder(self, path: CheckpointPath) -> Path:
         return self._run_folder(path.run_id) / path.kind / path.name
 
-    def get(self, path: CheckpointPath) -> Checkpoint:
+    def get(self, path: CheckpointPath, reader: Caller = None) -> Checkpoint:
+        """The checkpoint of a path, if `reader` may read it: its owner may, and everybody once it is public."""
         checkpoint = self._read(path)
-        if checkpoint is None:
+        if checkpoint is None or not (checkpoint.public or may_see(reader, checkpoint.owner)):
             raise NotFound(
                 f"path: there is no checkpoint {path}; it was never saved, has expired or was deleted. "
                 f"GET /api/v1/training_runs/{path.run_id}/checkpoints lists what there is"

@@ -9,15 +9,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from verl_tinker.core.access import Caller, may_see
 from verl_tinker.core.checkpoints import Checkpoint, RunRecord, parse_path
-from verl_tinker.core.errors import EngineError, TinkerError, UserError
+from verl_tinker.core.errors import TinkerError, UserError
 from verl_tinker.core.futures import Future, FutureStore
-from verl_tinker.core.queue import CommandQueue
+from verl_tinker.core.journal import Journal
+from verl_tinker.core.queue import Action, Chunk, CommandQueue
 from verl_tinker.core.runs import Run, RunTable
 from verl_tinker.core.sessions import Session, SessionTable
+from verl_tinker.core.steps import Steps
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.types import AdamParams, Datum, ForwardBackwardResult, ModelSpec
-from verl_tinker.core.validate import check_adam, check_batch, check_same_shape, check_spec, find_model
+from verl_tinker.core.validate import check_adam, check_same_shape, check_spec, find_model
 from verl_tinker.core.versions import VersionTable
 from verl_tinker.engine.base import Engine
 
@@ -39,6 +42,7 @@ class Training:
         runs: RunTable,
         checkpoints: CheckpointStore,
         versions: VersionTable,
+        journal: Journal,
     ):
         self._engine = engine
         self._futures = futures
@@ -47,20 +51,29 @@ class Training:
         self._runs = runs
         self._checkpoints = checkpoints
         self._versions = versions
+        self._journal = journal
+        self._steps = Steps(engine)
 
     # Runs
 
     def create_model(
-        self, session_id: str, model_seq_id: int, spec: ModelSpec, optimizer: str, user_metadata: dict[str, str]
+        self,
+        caller: Caller,
+        session_id: str,
+        model_seq_id: int,
+        spec: ModelSpec,
+        optimizer: str,
+        user_metadata: dict[str, str],
     ) -> Future:
         async def create(session: Session, run_id: str) -> dict:
             await self._create(session, run_id, spec, optimizer, user_metadata)
             return {"model_id": run_id}
 
-        return self._begin(session_id, model_seq_id, "create_model", create)
+        return self._begin(caller, session_id, model_seq_id, "create_model", create)
 
     def create_from_state(
         self,
+        caller: Caller,
         session_id: str,
         model_seq_id: int,
         path: str,
@@ -70,7 +83,7 @@ class Training:
         user_metadata: dict[str, str],
     ) -> Future:
         async def resume(session: Session, run_id: str) -> dict:
-            checkpoint = self._training_checkpoint(path)
+            checkpoint = self._training_checkpoint(path, session.owner)
             if base_model not in (None, checkpoint.spec.base_model):
                 raise UserError(
                     f"base_model {base_model!r} does not fit {path}, saved from {checkpoint.spec.base_model!r}"
@@ -83,10 +96,11 @@ class Training:
                 raise
             return {"model_id": run_id, "path": path}
 
-        return self._begin(session_id, model_seq_id, "load_weights", resume)
+        return self._begin(caller, session_id, model_seq_id, "load_weights", resume)
 
     def _begin(
         self,
+        caller: Caller,
         session_id: str,
         model_seq_id: int,
         kind: str,
@@ -94,18 +108,19 @@ class Training:
     ) -> Future:
         """Accept the command that makes a model: number 0 of the model's log."""
         run_id = f"{session_id}:train:{model_seq_id}"
-        known = self._queue.find(run_id, 0)
-        if known:
-            return known
         try:
-            session = self._sessions.open(session_id)
+            session = self._sessions.get(session_id, caller)
+            known = self._queue.find(run_id, 0) or self._recalled(run_id, 0)
+            if known:
+                return known
+            self._sessions.open(session_id, caller)
         except TinkerError as error:
-            return self._refused(kind, run_id, error)
+            return self._refused(kind, run_id, error, caller)
 
         async def begin() -> dict:
             return await action(session, run_id)
 
-        return self._queue.submit(run_id, 0, kind, begin)
+        return self._queue.submit(run_id, 0, kind, begin, session.owner)
 
     async def _create(
         self, session: Session, run_id: str, spec: ModelSpec, optimizer: str, user_metadata: dict[str, str]
@@ -117,11 +132,13 @@ class Training:
         now = time.time()
         run = Run(run_id, session, info.spec, list(info.notes), user_metadata, created=now, last_request=now)
         try:
-            self._checkpoints.record_run(RunRecord(run_id, info.spec, now, user_metadata))
+            facts = session.facts
+            self._checkpoints.record_run(RunRecord(
+                run_id, info.spec, now, user_metadata, session.owner, facts.project_id, info.parameter_bytes))
+            self._runs.add(run)
         except BaseException:
             await self._engine.drop_model(run_id)
             raise
-        self._runs.add(run)
         return run
 
     async def _make_way(self, spec: ModelSpec) -> None:
@@ -130,24 +147,36 @@ class Training:
             await self._queue.drain(run.run_id)
             await self._drop(run, self._runs.why_over(run))
 
+    def release(self, run: Run) -> None:
+        """Drop a run whose session is over, once what it has submitted has ended."""
+
+        async def drop() -> None:
+            if self._runs.find(run.run_id) is run:
+                await self._drop(run, self._runs.why_over(run))
+
+        if not run.is_leaving:
+            run.is_leaving = True
+            self._queue.submit(run.run_id, None, "drop", drop, run.session.owner)
+
     async def _drop(self, run: Run, reason: str) -> None:
         log.info("dropping %s: %s", run.run_id, reason)
         self._runs.remove(run, reason)
         await self._versions.evict_group(run.run_id, f"the training run {run.run_id} was dropped: {reason}")
         await self._engine.drop_model(run.run_id)
 
-    def _training_checkpoint(self, path: str) -> Checkpoint:
+    def _training_checkpoint(self, path: str, owner: str) -> Checkpoint:
         parsed = parse_path(path)
         if parsed.kind != "weights":
             raise UserError(
                 f"path: {path} holds sampling weights, which cannot be trained on; load a path that save_state returned"
             )
-        return self._checkpoints.get(parsed)
+        return self._checkpoints.get(parsed, owner or None)
 
     # Steps
 
     def forward_backward(
         self,
+        caller: Caller,
         model_id: str,
         seq: int | None,
         data: list[Datum],
@@ -155,19 +184,13 @@ class Training:
         config: dict[str, float | str],
         backward: bool,
     ) -> Future:
-        async def step(run: Run) -> ForwardBackwardResult:
-            model = find_model(self._engine.base_models(), run.spec.base_model)
-            checked, settings = check_batch(data, loss_fn, config, model)
-            try:
-                result = await self._engine.forward_backward(model_id, checked, loss_fn, settings, backward)
-            except EngineError as error:
-                raise EngineError(f"{error} (this command added no gradient)") from error
-            run.has_gradient = run.has_gradient or backward
-            return result
+        async def run_together(batches: list[list[Datum]]) -> list[ForwardBackwardResult | TinkerError]:
+            return await self._steps.run(self._runs.get(model_id), batches, loss_fn, config, backward)
 
-        return self.submit(model_id, seq, "forward_backward" if backward else "forward", step)
+        key = (loss_fn, tuple(sorted(config.items())), backward)
+        return self.submit(caller, model_id, seq, step_kind(backward), Chunk(key, data, run_together))
 
-    def optim_step(self, model_id: str, seq: int | None, adam: AdamParams) -> Future:
+    def optim_step(self, caller: Caller, model_id: str, seq: int | None, adam: AdamParams) -> Future:
         async def step(run: Run) -> dict:
             check_adam(adam)
             if not run.has_gradient:
@@ -179,48 +202,81 @@ class Training:
             run.has_gradient = False
             return {"metrics": metrics}
 
-        return self.submit(model_id, seq, "optim_step", step)
+        return self.submit(caller, model_id, seq, "optim_step", self.on_run(model_id, step))
 
-    def load_weights(self, model_id: str, seq: int | None, path: str, with_optimizer: bool) -> Future:
+    def load_weights(
+        self, caller: Caller, model_id: str, seq: int | None, path: str, with_optimizer: bool
+    ) -> Future:
         async def load(run: Run) -> dict:
-            checkpoint = self._training_checkpoint(path)
+            checkpoint = self._training_checkpoint(path, run.session.owner)
             check_same_shape(run.spec, checkpoint.spec, path)
             await self._engine.load_state(model_id, self._checkpoints.folder(checkpoint.path), with_optimizer)
             run.has_gradient = False
             return {"model_id": model_id, "path": path}
 
-        return self.submit(model_id, seq, "load_weights", load)
+        return self.submit(caller, model_id, seq, "load_weights", self.on_run(model_id, load))
 
     # The way of every command
 
-    def submit(
-        self, model_id: str, seq: int | None, kind: str, action: Callable[[Run], Awaitable[object]]
-    ) -> Future:
+    def submit(self, caller: Caller, model_id: str, seq: int | None, kind: str, work: Action | Chunk) -> Future:
         """Put a command of a run into the queue; a dropped, unknown or finished run fails the future."""
-        if not self._queue.knows(model_id):
-            return self._refused(kind, model_id, self._runs.absent(model_id))
         run = self._runs.find(model_id)
-        finished = run.session.finished if run else None
+        owner = run.session.owner if run else self._journal.run_owner(model_id)
+        if owner is not None and not may_see(caller, owner):
+            return self._refused(kind, model_id, self._runs.unknown(model_id), caller)
+        if not self._queue.knows(model_id):
+            recalled = self._recalled(model_id, seq)
+            return recalled or self._refused(kind, model_id, self._runs.absent(model_id), caller)
         if run:
+            if run.session.finished:
+                work = _refusing(UserError(
+                    f"the session of {model_id} is finished ({run.session.finished}); create a new ServiceClient"))
             run.session.touch()
             run.last_request = time.time()
+        return self._queue.submit(model_id, seq, kind, work, owner or "")
 
-        async def command() -> object:
-            if finished:
-                raise UserError(f"the session of {model_id} is finished ({finished}); create a new ServiceClient")
+    def on_run(self, model_id: str, action: Callable[[Run], Awaitable[object]]) -> Action:
+        """The action on the run as it is when its turn comes."""
+
+        async def act() -> object:
             return await action(self._runs.get(model_id))
 
-        return self._queue.submit(model_id, seq, kind, command)
+        return act
 
-    def reject(self, model_id: str, seq: int | None, kind: str, error: TinkerError) -> Future:
+    def reject(self, caller: Caller, model_id: str, seq: int | None, kind: str, error: TinkerError) -> Future:
         """Take the place of a command whose content cannot be read, so that a retry finds the same answer."""
+        is_chunk = kind in (step_kind(True), step_kind(False))
+        work = Chunk(("unreadable", kind), error, _each_to_its_own) if is_chunk else _refusing(error)
+        return self.submit(caller, model_id, seq, kind, work)
 
-        async def fail(run: Run) -> None:
-            raise error
+    def _recalled(self, run_id: str, seq: int | None) -> Future | None:
+        """The future of a command that an earlier server accepted."""
+        record = self._journal.command(run_id, seq) if seq is not None else None
+        return self._queue.recall(record, self._runs.absent(run_id)) if record else None
 
-        return self.submit(model_id, seq, kind, fail)
+    def recall(self, request_id: str, caller: Caller) -> Future | None:
+        """The future of an earlier server's request id, from the journal."""
+        record = self._journal.command_of_request(request_id)
+        if record is None or not may_see(caller, record.owner):
+            return None
+        return self._queue.recall(record, self._runs.absent(record.run_id))
 
-    def _refused(self, kind: str, model_id: str, error: TinkerError) -> Future:
-        future = self._futures.create(kind, model_id)
+    def _refused(self, kind: str, model_id: str, error: TinkerError, caller: Caller) -> Future:
+        future = self._futures.create(kind, model_id, caller or "")
         future.fail(error)
         return future
+
+
+def step_kind(backward: bool) -> str:
+    return "forward_backward" if backward else "forward"
+
+
+def _refusing(error: TinkerError) -> Action:
+    async def refuse() -> None:
+        raise error
+
+    return refuse
+
+
+async def _each_to_its_own(errors: list[TinkerError]) -> list[TinkerError]:
+    return errors

@@ -68,9 +68,13 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class ForwardBackwardResult:
-    """logprobs: one float32 array a datum, shaped like its target_tokens, in nats. metrics: `name:reduction`."""
+    """logprobs: one float32 array a datum, shaped like its target_tokens, in nats. metrics: `name:reduction`.
+
+    losses: float32[number of datums], the summed loss of each; their sum is `loss:sum`.
+    """
 
     logprobs: list[np.ndarray]
+    losses: np.ndarray
     metrics: dict[str, float]
 
 
@@ -143,7 +147,11 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What the engine made of a ModelSpec. `notes` tell each requested setting that it could not honour."""
+    """What the engine made of a ModelSpec. `notes` tell each requested setting that it could not honour.
+
+    `parameter_bytes`: the size of what the run trains, without optimizer state.
+    """
 
     spec: ModelSpec
     notes: list[str] = field(default_factory=list)
+    parameter_bytes: int = 0

@@ -27,6 +27,7 @@ class Version:
     checkpoint_id: str | None = None
     users: int = 0
     evicted: str | None = None
+    is_loaded: bool = True
 
 
 class VersionTable:
@@ -62,6 +63,9 @@ class VersionTable:
     @asynccontextmanager
     async def using(self, version: Version) -> AsyncIterator[None]:
         """Keep a version in the engine while a sample runs, even when it is evicted meanwhile."""
+        if not version.is_loaded:
+            async with self._loading:
+                await self._load_again(version)
         if version.evicted:
             raise Evicted(version.evicted)
         version.users += 1
@@ -73,9 +77,25 @@ class VersionTable:
                 async with self._loading:
                     await self._retire(version)
 
+    def unload_all(self) -> None:
+        """The engine lost what it held: each version is loaded again, under its number, when it is next used."""
+        for version in self._loaded.values():
+            version.is_loaded = False
+
+    async def _load_again(self, version: Version) -> None:
+        if not version.is_loaded and not version.evicted:
+            await self._engine.load_version(version.number, version.base_model, version.folder)
+            version.is_loaded = True
+
     async def evict(self, version: Version, reason: str) -> None:
         async with self._loading:
             await self._evict(version, reason)
+
+    async def evict_checkpoint(self, checkpoint_id: str, reason: str) -> None:
+        """Evict the version that a checkpoint was loaded as, if it was."""
+        version = self.find(checkpoint_id)
+        if version:
+            await self.evict(version, reason)
 
     async def evict_group(self, group: str, reason: str) -> None:
         for version in [v for v in self._loaded.values() if v.group == group]:
@@ -99,6 +119,7 @@ class VersionTable:
             await self._retire(version)
 
     async def _retire(self, version: Version) -> None:
-        await self._engine.retire_version(version.number)
+        if version.is_loaded:
+            await self._engine.retire_version(version.number)
         if version.checkpoint_id is None:
             await asyncio.to_thread(shutil.rmtree, version.folder, ignore_errors=True)

@@ -120,7 +120,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take the weights of a PEFT folder of the same shape; a mismatch changes nothing."""
+        """Take the weights and the scale of a PEFT folder of the same shape; a mismatch changes nothing."""
         saved = load_file(folder / "adapter_model.safetensors")
         mine = self.parameters()
         if set(saved) != set(mine):
@@ -131,5 +131,8 @@ class Adapter:
             if saved[name].shape != p.shape:
                 raise UserError(f"path: the checkpoint's {name} is {list(saved[name].shape)}, this run's is "
                                 f"{list(p.shape)}; create the run with the checkpoint's LoRA rank and base model")
+        config = json.loads((folder / "adapter_config.json").read_text())
         for name, p in mine.items():
             p.copy_(saved[name])
+        # The scale belongs to the weights: another lora_alpha would make another model of them.
+        self.scale = config["lora_alpha"] / config["r"]

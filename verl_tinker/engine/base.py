@@ -57,8 +57,11 @@ class Engine(Protocol):
     async def load_state(self, model_id: str, folder: Path, optimizer: bool) -> None:
         """Replace the run's weights by the folder's; without `optimizer` the moments start anew."""
 
+    async def export_weights(self, model_id: str, folder: Path) -> None:
+        """Write the weights alone into `folder`, in PEFT layout, or Hugging Face layout for full fine-tuning."""
+
     async def export_sampler(self, model_id: str, folder: Path) -> None:
-        """Write sampling weights (PEFT layout, or Hugging Face layout for full) and the probe into `folder`.
+        """Write what `export_weights` writes and the probe into `folder`.
 
         The probe is the trainer's log-probabilities of fixed tokens, against which `load_version` checks.
         """

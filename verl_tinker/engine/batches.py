@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_tinker.core.types import Datum
-from verl_tinker.engine.losses import FIELDS
+from verl_tinker.engine.losses import FIELDS, LOSSES
 
 _PADDING = Datum(tokens=np.zeros(1, np.int32), inputs={"target_tokens": np.zeros(1, np.int64)})
 
@@ -56,3 +56,12 @@ def read_logprobs(output: TensorDict, data: list[Datum]) -> list[np.ndarray]:
     return [
         rows[i].float().numpy().reshape(np.shape(d.inputs["target_tokens"])).copy() for i, d in enumerate(data)
     ]
+
+
+def read_losses(logprobs: list[np.ndarray], data: list[Datum], loss_fn: str, config: dict[str, float]) -> np.ndarray:
+    """float32[n]: the loss of each datum at the log-probabilities that the workers found, in nats."""
+    losses = []
+    for lp, datum in zip(logprobs, data, strict=True):
+        fields = {name: _flat_float(datum, name) for name in FIELDS if name in datum.inputs}
+        losses.append(float(LOSSES[loss_fn](torch.from_numpy(lp.reshape(-1)), fields, config).sum()))
+    return np.array(losses, np.float32)

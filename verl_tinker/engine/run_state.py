@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl_tinker.core.errors import EngineError, UserError
+from verl_tinker.core.errors import UserError
 from verl_tinker.engine.adapters import Adapter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class RunState:
@@ -86,14 +87,11 @@ class RunState:
             for key in _MOMENTS:
                 tensors[f"{name}.{key}"] = whole(state[key])
         if writes:
-            save_file(tensors or {"empty": torch.zeros(())}, folder / "optimizer.safetensors")
+            save_file(tensors or {"empty": torch.zeros(())}, folder / OPTIMIZER_FILE)
 
     def load_optimizer(self, folder: Path) -> None:
         """Restore what save_optimizer wrote; the moments become bit-equal."""
-        file = folder / "optimizer.safetensors"
-        if not file.exists():
-            raise EngineError(f"{file.name} is missing in the checkpoint; load it without the optimizer")
-        saved = load_file(file)
+        saved = load_file(folder / OPTIMIZER_FILE)
         self.reset_optimizer()
         for name, p in self.parameters.items():
             if f"{name}.step" not in saved:

@@ -13,7 +13,7 @@ import ray
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from verl_tinker.core.types import Datum, ForwardBackwardResult
-from verl_tinker.engine.batches import make_batch, read_logprobs
+from verl_tinker.engine.batches import make_batch, read_losses, read_logprobs
 from verl_tinker.engine.settings import EngineSettings
 from verl_tinker.engine.waiting import answer_of
 from verl_tinker.engine.worker import TinkerWorker
@@ -55,13 +55,14 @@ class Trainer:
         """One batch through the selected run; `run_id` None is the base model, forward only."""
         batch = await asyncio.to_thread(make_batch, run_id, data, loss_fn, config, self.dp_size)
         await self.call("select_run", run_id)
-        return await self._bounded(self._run_batch, batch, data, backward)
+        return await self._bounded(self._run_batch, batch, data, loss_fn, config, backward)
 
-    def _run_batch(self, batch, data: list[Datum], backward: bool) -> ForwardBackwardResult:
+    def _run_batch(self, batch, data: list[Datum], loss_fn: str, config: dict[str, float], backward: bool) -> ForwardBackwardResult:
         output = self.group.forward_backward(batch) if backward else self.group.compute_log_prob(batch)
         output = output.get() if hasattr(output, "get") and not hasattr(output, "batch_size") else output
-        loss = float(output["metrics"]["loss"])
-        return ForwardBackwardResult(read_logprobs(output, data), {"loss:sum": loss})
+        logprobs = read_logprobs(output, data)
+        losses = read_losses(logprobs, data, loss_fn, config)
+        return ForwardBackwardResult(logprobs, losses, {"loss:sum": float(losses.sum(dtype=np.float64))})
 
     async def logprobs(self, run_id: str | None, tokens: np.ndarray) -> np.ndarray:
         """float32[len - 1]: log-probabilities of tokens[1:] under the run, or under the base."""

@@ -132,9 +132,9 @@ class VerlEngine:
             if not (spec.lora.train_attn or spec.lora.train_mlp or spec.lora.train_unembed):
                 raise UserError("lora_config: nothing is left to train; set train_attn or train_mlp")
         async with self.turns.turn("training"):
-            await self.trainer.call("create_run", model_id, spec.lora, s.lora_alpha)
+            parameter_bytes = await self.trainer.call("create_run", model_id, spec.lora, s.lora_alpha)
         self.runs[model_id] = spec
-        return ModelInfo(spec, notes)
+        return ModelInfo(spec, notes, parameter_bytes)
 
     async def drop_model(self, model_id: str) -> None:
         if self.runs.pop(model_id, None) is not None:
@@ -159,6 +159,10 @@ class VerlEngine:
     async def load_state(self, model_id: str, folder: Path, optimizer: bool) -> None:
         async with self.turns.turn("training"):
             await self.trainer.call("load_run", model_id, str(folder), optimizer)
+
+    async def export_weights(self, model_id: str, folder: Path) -> None:
+        async with self.turns.turn("training"):
+            await self.trainer.call("save_weights", model_id, str(folder), self.runs[model_id].base_model)
 
     async def export_sampler(self, model_id: str, folder: Path) -> None:
         tokens = self._probe_tokens()

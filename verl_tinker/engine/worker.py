@@ -24,7 +24,7 @@ from verl_tinker.engine import fsdp
 from verl_tinker.engine.adapters import Adapter
 from verl_tinker.engine.fingerprints import write_fingerprints
 from verl_tinker.engine.losses import tinker_loss
-from verl_tinker.engine.run_state import RunState, copy_into, whole
+from verl_tinker.engine.run_state import OPTIMIZER_FILE, RunState, copy_into, whole
 
 
 class TinkerWorker(TinkerActorRolloutRefWorker):
@@ -53,8 +53,8 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
         return os.getpid()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def create_run(self, run_id: str, lora: LoraSpec | None, alpha: float) -> None:
-        """A fresh run; full fine-tuning rebuilds the module with trainable base weights."""
+    def create_run(self, run_id: str, lora: LoraSpec | None, alpha: float) -> int:
+        """A fresh run, and the bytes of its parameters; full fine-tuning rebuilds the module with trainable weights."""
         self._prepare_base(full=lora is None)
         if lora is None:
             parameters = dict(self.engine.module.named_parameters())
@@ -63,6 +63,7 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
             sample = next(self.engine.module.parameters())
             adapter = Adapter.create(self.engine.layers, lora, alpha, sample.dtype, sample.device)
             self.runs[run_id] = RunState(adapter.parameters(), adapter)
+        return sum(p.numel() * p.element_size() for p in self.runs[run_id].parameters.values())
 
     def _prepare_base(self, full: bool) -> None:
         engine = self.engine
@@ -144,6 +145,9 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
     def load_run(self, run_id: str, folder: str, optimizer: bool) -> None:
         """Weights and, if asked, optimizer state of a saved folder; any accumulated gradient is cleared."""
         run = self._select(run_id)
+        if optimizer and not (Path(folder) / OPTIMIZER_FILE).exists():
+            raise UserError("path: the checkpoint has no optimizer state; load it without the optimizer, by "
+                            "create_training_client_from_state or load_state")
         with self._loaded():
             self._load_weights(run, Path(folder))
             run.reset_optimizer()

@@ -1,0 +1,29 @@
+"""Who calls: the API key of a request, checked.
+
+Owns the header and the answers to bad keys. Does not decide what a caller may see: `verl_tinker.core.access` does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, HTTPException, Request
+
+from verl_tinker.core.access import Caller, Keys
+
+
+def get_caller(request: Request) -> Caller:
+    """The name of the caller's key; None on a server without keys. 401 for a key that nobody has."""
+    keys: Keys | None = request.app.state.keys
+    if keys is None:
+        return None
+    name = keys.caller(request.headers.get("x-api-key", ""))
+    if name is None:
+        raise HTTPException(
+            401, "the API key is missing or not known here; set TINKER_API_KEY to a key that the server's owner made with "
+            "python -m verl_tinker.keys add NAME"
+        )
+    return name
+
+
+CallerDep = Annotated[Caller, Depends(get_caller)]
