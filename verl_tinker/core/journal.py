@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS session (id TEXT PRIMARY KEY, owner TEXT, created REAL, facts TEXT, idempotency_key TEXT);
 CREATE TABLE IF NOT EXISTS session_end (id TEXT PRIMARY KEY, at REAL, reason TEXT);
+CREATE TABLE IF NOT EXISTS session_project (id TEXT, at REAL, project TEXT);
 CREATE TABLE IF NOT EXISTS run (id TEXT PRIMARY KEY, owner TEXT, session TEXT, created REAL);
 CREATE TABLE IF NOT EXISTS run_end (id TEXT PRIMARY KEY, at REAL, reason TEXT, category TEXT);
 CREATE TABLE IF NOT EXISTS command (request TEXT PRIMARY KEY, run TEXT, seq INTEGER, kind TEXT, owner TEXT, at REAL);
@@ -29,6 +30,8 @@ CREATE UNIQUE INDEX IF NOT EXISTS command_identity ON command (run, seq) WHERE s
 CREATE TABLE IF NOT EXISTS outcome (request TEXT PRIMARY KEY, at REAL, result TEXT, error TEXT, category TEXT);
 CREATE TABLE IF NOT EXISTS sampler (id TEXT PRIMARY KEY, owner TEXT, session TEXT, base_model TEXT, path TEXT, uid TEXT,
   is_snapshot INTEGER);
+CREATE INDEX IF NOT EXISTS sampler_session ON sampler (session);
+CREATE INDEX IF NOT EXISTS sampler_checkpoint ON sampler (uid);
 """
 
 
@@ -132,12 +135,16 @@ class Journal:
     def end_session(self, session_id: str, reason: str) -> None:
         self._write("INSERT OR IGNORE INTO session_end VALUES (?, ?, ?)", session_id, time.time(), reason)
 
+    def move_session(self, session_id: str, project_id: str) -> None:
+        self._write("INSERT INTO session_project VALUES (?, ?, ?)", session_id, time.time(), project_id)
+
     def sessions(self) -> list[SessionRecord]:
         """Every session, the oldest first."""
+        moved = dict(self._db.execute("SELECT id, project FROM session_project ORDER BY rowid"))
         rows = self._db.execute(
             "SELECT s.id, owner, created, facts, idempotency_key, reason FROM session s LEFT JOIN session_end e "
             "ON s.id = e.id ORDER BY s.rowid")
-        return [SessionRecord(i, owner, created, json.loads(facts), key, end)
+        return [SessionRecord(i, owner, created, _facts(json.loads(facts), moved.get(i)), key, end)
                 for i, owner, created, facts, key, end in rows]
 
     # Runs
@@ -195,6 +202,14 @@ class Journal:
         row = self._db.execute("SELECT * FROM sampler WHERE id = ?", (sampler_id,)).fetchone()
         return SamplerRecord(*row[:-1], bool(row[-1])) if row else None
 
+    def samplers_of_session(self, session_id: str) -> list[str]:
+        """Their ids, the oldest first."""
+        return [i for (i,) in self._db.execute("SELECT id FROM sampler WHERE session = ? ORDER BY rowid", (session_id,))]
+
+    def sessions_of_checkpoint(self, uid: str) -> set[str]:
+        """The sessions that have a sampler of this checkpoint."""
+        return {session for (session,) in self._db.execute("SELECT session FROM sampler WHERE uid = ?", (uid,))}
+
     def _write(self, statement: str, *values) -> None:
         try:
             self._db.execute(statement, values)
@@ -203,3 +218,7 @@ class Journal:
                 f"the journal in server.checkpoint_dir cannot be written ({error}), so nothing was accepted; free disk "
                 "space or mend its permissions, then repeat the call"
             ) from error
+
+
+def _facts(facts: dict, project_id: str | None) -> dict:
+    return facts if project_id is None else {**facts, "project_id": project_id}

@@ -95,15 +95,13 @@ class SamplerTable:
         self._samplers[sampler_id] = sampler
         return sampler
 
-    def of_session(self, session_id: str) -> list[Sampler]:
-        return [sampler for sampler in self._samplers.values() if sampler.session_id == session_id]
+    def of_session(self, session_id: str) -> list[str]:
+        """The ids of a session's samplers, the oldest first."""
+        return self._journal.samplers_of_session(session_id)
 
     def in_use(self, checkpoint_uid: str) -> bool:
         """Whether a sampler of a session that goes on stands for this checkpoint."""
-        return any(
-            sampler.checkpoint_uid == checkpoint_uid and sampler.session_id not in self._released
-            for sampler in self._samplers.values()
-        )
+        return bool(self._journal.sessions_of_checkpoint(checkpoint_uid) - self._released)
 
     def of_path(self, sampler_id: str, session_id: str, path: CheckpointPath, owner: str) -> Sampler:
         """A sampler, not added yet, for what a path holds now."""

@@ -67,7 +67,7 @@ class SessionCatalog:
         runs = await asyncio.to_thread(self._checkpoints.runs)
         run_ids = [run.run_id for run in reversed(runs) if run.session_id == session.session_id]
         checkpoints = [c for run_id in run_ids for c in await asyncio.to_thread(self._checkpoints.list, run_id)]
-        samplers = [sampler.sampler_id for sampler in self._samplers.of_session(session.session_id)]
+        samplers = self._samplers.of_session(session.session_id)
         return SessionView(session, not self._sessions.over(session), run_ids, samplers, checkpoints)
 
     def _matches(self, session: Session, query: SessionQuery) -> bool:

@@ -95,6 +95,7 @@ class SessionTable:
             self._journal.end_session(session.session_id, reason)
 
     def set_project(self, session: Session, project_id: str) -> None:
+        self._journal.move_session(session.session_id, project_id)
         session.facts = replace(session.facts, project_id=project_id)
 
     def over(self, session: Session) -> bool:
