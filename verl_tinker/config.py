@@ -61,19 +61,34 @@ class ServerConfig:
     checkpoint_dir: str = "~/.local/share/verl-tinker/checkpoints"
     cache_dir: str | None = None
     server_max_runtime: float | None = None
+    # A JSON file of names and digests that python -m verl_tinker.keys makes; without it everybody may call.
+    api_keys_file: str | None = None
+    allow_without_keys: bool = False
     max_concurrent_samples: int = 256
+    max_waiting_samples: int = 20_000
     max_training_runs: int = 16
     session_timeout_s: float = 900.0
     keep_versions: int = 8
+    keep_last_checkpoints: int = 0
     allow_shutdown: Literal["auto", True, False] = "auto"
     enable_offload: bool | None = None
     auto_merge_verl_default_config: bool = True
 
     def __post_init__(self) -> None:
-        _at_least(self, "server", max_concurrent_samples=1, max_training_runs=1, keep_versions=1, port=0)
+        _at_least(self, "server", max_concurrent_samples=1, max_waiting_samples=1, max_training_runs=1,
+                  keep_versions=1, keep_last_checkpoints=0, port=0)
         _positive(self, "server", "session_timeout_s", "server_max_runtime")
         if self.port > 65535:
             raise ConfigError(f"server.port is {self.port}; it must be at most 65535")
+        if not (self.is_on_loopback or self.api_keys_file or self.allow_without_keys):
+            raise ConfigError(
+                f"server.host is {self.host}, where others can reach it, and there are no API keys; make one with python -m "
+                "verl_tinker.keys add NAME --file FILE and set server.api_keys_file=FILE, or say "
+                "server.allow_without_keys=true to let everybody in")
+
+    @property
+    def is_on_loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
@@ -163,7 +178,11 @@ class Config:
     @property
     def allow_shutdown(self) -> bool:
         setting = self.server.allow_shutdown
-        return self.server.host in ("127.0.0.1", "::1", "localhost") if setting == "auto" else setting
+        return self.server.is_on_loopback and not self.server.api_keys_file if setting == "auto" else setting
+
+    @property
+    def api_keys_file(self) -> Path | None:
+        return Path(self.server.api_keys_file).expanduser().absolute() if self.server.api_keys_file else None
 
     def to_yaml(self) -> str:
         """The whole result as a preset, which loads to the same Config."""

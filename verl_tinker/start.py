@@ -15,9 +15,12 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from verl_tinker.core.errors import TinkerError
 from verl_tinker.config import ENGINES, Config, add_arguments, load_config, print_config
 from verl_tinker.models import ModelError, resolve_model
 from verl_tinker.schema import ConfigError
@@ -27,6 +30,8 @@ log = logging.getLogger("verl_tinker")
 # How often the workers are asked whether they are alive. A dead one answers at once, a busy one later.
 _WATCH_SECONDS = 5.0
 _START_GRACE_SECONDS = 120.0
+# An engine that dies more often than this is not started again: something is wrong with the machine or the preset.
+_MOST_RESTARTS, _RESTART_WINDOW = 3, 1800.0
 _SIGNAL_SECONDS = 0.2
 
 
@@ -109,6 +114,7 @@ class Server:
         import uvicorn
 
         from verl_tinker.api.app import create_app
+        from verl_tinker.core.access import Keys
         from verl_tinker.core.service import Service
         from verl_tinker.engine.verl_engine import VerlEngine
 
@@ -116,6 +122,7 @@ class Server:
         with tempfile.TemporaryDirectory(prefix="verl-tinker-") as work:
             settings = engine_settings(config, Path(work))
             self.engine = VerlEngine(settings)
+            keys = Keys(config.api_keys_file) if config.api_keys_file else None
             self.service = Service(
                 self.engine,
                 config.checkpoint_dir,
@@ -123,8 +130,11 @@ class Server:
                 session_timeout_s=config.server.session_timeout_s,
                 max_loaded_versions=config.server.keep_versions,
                 max_concurrent_samples=config.server.max_concurrent_samples,
+                max_waiting_samples=config.server.max_waiting_samples,
+                keep_last_checkpoints=config.server.keep_last_checkpoints,
             )
-            app = create_app(self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set)
+            app = create_app(
+                self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set, keys=keys)
             http = uvicorn.Server(uvicorn.Config(
                 app, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
             # uvicorn would take the signals for itself and end before the engine is closed.
@@ -133,7 +143,6 @@ class Server:
             return await self._serve(http)
 
     async def _serve(self, http) -> int:
-        holding = asyncio.create_task(self._hold_signals())
         serving = asyncio.create_task(http.serve([self.listener]))
         starting = asyncio.create_task(self._start_engine())
         waits = [asyncio.create_task(self.stopping.wait()), serving]
@@ -151,7 +160,6 @@ class Server:
                 await asyncio.wait_for(self.settled.wait(), _START_GRACE_SECONDS)
             await self.service.close()
             http.should_exit = True
-            holding.cancel()
             starting.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await starting
@@ -160,8 +168,19 @@ class Server:
                 await serving
         return self.exit_code
 
+    @asynccontextmanager
+    async def _engine_starts(self) -> AsyncIterator[None]:
+        """While the engine starts, a stop waits for it, and signals stay ours: Ray installs handlers that abort."""
+        self.settled.clear()
+        holding = asyncio.create_task(self._hold_signals())
+        try:
+            yield
+        finally:
+            holding.cancel()
+            self._take_signals()
+            self.settled.set()
+
     async def _hold_signals(self) -> None:
-        """While the engine starts, Ray installs a handler of its own at some moment, which aborts the process."""
         while not self.settled.is_set():
             self._take_signals()
             await asyncio.sleep(_SIGNAL_SECONDS)
@@ -171,32 +190,44 @@ class Server:
             asyncio.get_running_loop().add_signal_handler(name, self.stopping.set)
 
     async def _start_engine(self) -> None:
-        try:
-            await self.service.start()
-        except Exception as error:
-            log.exception("the engine did not start")
-            self.exit_code = 1
-            print(f"The engine did not start: {error}\nGET {self.address}/api/v1/healthz tells the same. Ctrl-C ends the server.",
-                  file=sys.stderr, flush=True)
-            return
-        finally:
-            self.settled.set()
-        # Ray installs handlers of its own, which print a stack trace.
-        self._take_signals()
+        async with self._engine_starts():
+            try:
+                await self.service.start()
+            except Exception as error:
+                self._tell_failure(error)
+                return
         if not self.stopping.is_set():
-            print(f"Ready: TINKER_BASE_URL={self.address} TINKER_API_KEY=tml-local", flush=True)
-        await self._watch()
+            key = "one of yours" if self.config.api_keys_file else "tml-local"
+            print(f"Ready: TINKER_BASE_URL={self.address} TINKER_API_KEY={key}", flush=True)
+        await asyncio.gather(self._watch(), self.service.keep_house())
+
+    def _tell_failure(self, error: Exception) -> None:
+        log.exception("the engine did not start")
+        self.exit_code = 1
+        print(f"The engine did not start: {error}\nGET {self.address}/api/v1/healthz tells the same. Ctrl-C ends the server.",
+              file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:
-        """Turn the death of a worker into the server's state, so that nobody waits for an answer that cannot come."""
+        """Notice the death of a worker, so that nobody waits for an answer that cannot come, and start the engine again."""
+        deaths: list[float] = []
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             try:
                 await self.engine.check()
+                continue
             except Exception as error:
+                reason = str(error)
+            deaths = [at for at in deaths if time.monotonic() - at < _RESTART_WINDOW] + [time.monotonic()]
+            if len(deaths) > _MOST_RESTARTS:
                 self.exit_code = 1
-                self.service.failed(str(error))
+                self.service.failed(f"{reason}; it is the {len(deaths)}th time in {_RESTART_WINDOW / 60:.0f} minutes")
                 return
+            async with self._engine_starts():
+                try:
+                    await self.service.recover(reason)
+                except Exception as error:
+                    self._tell_failure(error)
+                    return
 
 
 def _no_signals():
@@ -220,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         listener = _listen(config.server.host, config.server.port)
         _prepare_environment(config)
         sys.exit(asyncio.run(_run(config, listener)))
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, TinkerError) as error:
         sys.exit(str(error))
 
 

@@ -78,7 +78,7 @@ def test_environment_wins_over_the_preset_and_set_over_both():
 
 
 def test_every_variable_reaches_its_key():
-    values = {"PORT": "9", "N_GPUS_PER_NODE": "3", "MAX_RUNTIME": "1.5", "MAX_CONCURRENT_SAMPLES": "4"}
+    values = {"PORT": "9", "N_GPUS_PER_NODE": "3", "MAX_RUNTIME": "1.5", "MAX_CONCURRENT_SAMPLES": "4", "HOST": "::1"}
     environ = {name: next((v for end, v in values.items() if name.endswith(end)), f"text-{name}") for name in ENVIRONMENT}
     config = load(CPU, **environ)
     for name, key in ENVIRONMENT.items():
@@ -105,8 +105,16 @@ def test_aliases_hold_names_with_dots_and_suffixes():
 
 
 def test_shutdown_is_allowed_by_default_only_where_nobody_else_can_reach():
-    assert not load(CPU, "server.host=0.0.0.0").allow_shutdown
-    assert load(CPU, "server.host=0.0.0.0", "server.allow_shutdown=true").allow_shutdown
+    public = ("server.host=0.0.0.0", "server.allow_without_keys=true")
+    assert not load(CPU, *public).allow_shutdown
+    assert load(CPU, *public, "server.allow_shutdown=true").allow_shutdown
+    assert not load(CPU, "server.api_keys_file=keys.json").allow_shutdown
+
+
+def test_a_public_address_needs_keys_or_a_word():
+    with pytest.raises(ConfigError, match="server.host is 0.0.0.0.*server.api_keys_file.*server.allow_without_keys"):
+        load(CPU, "server.host=0.0.0.0")
+    assert load(CPU, "server.host=0.0.0.0", "server.api_keys_file=keys.json").server.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("strategy, section", [("fsdp2", "fsdp_config"), ("megatron", "megatron"), ("veomni", "veomni")])

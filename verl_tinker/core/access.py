@@ -29,9 +29,19 @@ class Keys:
 
     def __init__(self, file: Path):
         self._file = file
+        self._read_at = -1.0
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Read the file when it has changed, so that a new key works at once and a removed one no more."""
+        file = self._file
         try:
-            content = json.loads(file.read_text()) if file.exists() else {}
+            changed = file.stat().st_mtime if file.exists() else 0.0
+            if changed == self._read_at:
+                return
+            content = json.loads(file.read_text()) if changed else {}
             self._digests = {str(name): bytes.fromhex(digest) for name, digest in content.items()}
+            self._read_at = changed
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise UserError(
                 f"server.api_keys_file: {file} is not a key file ({error}); make one with python -m verl_tinker.keys add NAME"
@@ -45,6 +55,7 @@ class Keys:
 
     def caller(self, key: str) -> str | None:
         """The name of a key, None when nobody has it; takes the same time for every key."""
+        self._refresh()
         digest = _digest(key)
         found = None
         for name, known in self._digests.items():

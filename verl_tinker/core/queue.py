@@ -153,13 +153,18 @@ class CommandQueue:
             await self._run(line, line.ready.popleft())
 
     async def close(self) -> None:
-        """Stop the consumer; the futures of waiting commands are the store's to fail."""
+        """Stop the consumer and drop what waits, whose futures are the store's to fail. A later submit starts it anew."""
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.cancel()
+            await asyncio.gather(consumer, return_exceptions=True)
         for line in self._logs.values():
             if line.gap:
                 line.gap.cancel()
-        if self._consumer is not None:
-            self._consumer.cancel()
-            await asyncio.gather(self._consumer, return_exceptions=True)
+            line.planner.expire()
+            line.ready.clear()
+            line.in_turn = False
+        self._turns = FairQueue()
 
     def _enqueue(self, line: _Log, units: list[list[_Command]]) -> None:
         line.ready.extend(units)

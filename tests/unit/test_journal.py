@@ -1,0 +1,65 @@
+"""What a second process reads of the first one's journal."""
+
+import pytest
+
+from verl_tinker.core.errors import EngineError, StateInUse
+from verl_tinker.core.journal import Journal, Outcome, SamplerRecord, SessionRecord
+
+
+def test_all_of_it_is_there_again(tmp_path):
+    first = Journal(tmp_path)
+    session = SessionRecord("s", "alice", 12.5, {"tags": ["a"]}, "key")
+    first.add_session(session)
+    first.add_session(SessionRecord("t", "", 13.0, {}, None))
+    first.end_session("t", "success")
+    first.end_session("t", "errored")
+    first.add_run("s:train:0", "alice", "s")
+    first.accept("r1", "s:train:0", 1, "optim_step", "alice")
+    first.settle("r1", Outcome(result={"metrics": {"x": 1.0}}))
+    first.accept("r2", "s:train:0", 2, "forward_backward", "alice")
+    first.settle("r2", Outcome(error="bad", category="user"))
+    first.accept("r3", "s:train:0", 3, "forward_backward", "alice")
+    first.accept("r4", "s:train:0", 4, "forward_backward", "alice")
+    first.settle("r4", Outcome())
+    sampler = SamplerRecord("s:sample:0", "alice", "s", "base", "tinker://x", "uid", False)
+    first.add_sampler(sampler)
+    first.close()
+
+    second = Journal(tmp_path)
+    assert second.sessions() == [session, SessionRecord("t", "", 13.0, {}, None, "success")]
+    assert second.run_owner("s:train:0") == "alice" and second.run_owner("other") is None
+    reason, category = second.run_end("s:train:0")
+    assert "started again" in reason and category == "server"
+    assert second.command("s:train:0", 1).outcome.result == {"metrics": {"x": 1.0}}
+    assert second.command_of_request("r2").outcome == Outcome(None, "bad", "user")
+    assert second.command("s:train:0", 3).outcome is None
+    assert second.command_of_request("r4").outcome == Outcome()
+    assert second.command("s:train:0", 5) is None and second.command_of_request("r5") is None
+    assert second.sampler("s:sample:0") == sampler and second.sampler("s:sample:1") is None
+    second.close()
+
+
+def test_one_server_at_a_time(tmp_path):
+    first = Journal(tmp_path)
+    with pytest.raises(StateInUse, match="another live server keeps its state in"):
+        Journal(tmp_path)
+    first.close()
+    Journal(tmp_path).close()
+
+
+def test_an_accepted_number_is_taken_for_good(tmp_path):
+    journal = Journal(tmp_path)
+    journal.accept("r1", "run", 1, "optim_step", "")
+    with pytest.raises(Exception, match="UNIQUE"):
+        journal.accept("r2", "run", 1, "optim_step", "")
+    journal.accept("r3", "run", None, "save_weights", "")
+    journal.accept("r4", "run", None, "save_weights", "")
+    journal.close()
+
+
+def test_a_journal_that_cannot_be_written_accepts_nothing():
+    journal = Journal(None)
+    journal._db.execute("PRAGMA query_only = ON")
+    with pytest.raises(EngineError, match="server.checkpoint_dir cannot be written .* nothing was accepted"):
+        journal.accept("r1", "run", 1, "optim_step", "")
+    journal.settle("r1", Outcome())
