@@ -45,7 +45,9 @@ class FakeEngine:
     version's weight in thousandths; its log-probability is the weight minus 0.5.
     """
 
-    def __init__(self):
+    def __init__(self, delay: float = 0.0):
+        """`delay`: seconds that each call takes, which widens every window in which a test may interfere."""
+        self.delay = delay
         self.calls: list[tuple] = []
         self.fail: dict[str, Exception] = {}
         self.hold: set[str] = set()
@@ -173,7 +175,7 @@ class FakeEngine:
 
     async def _hook(self, name):
         """Wait while a test holds this call, then fail if the test says so (once)."""
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.delay)
         while name in self.hold:
             await asyncio.sleep(0.005)
         if name in self.fail:
