@@ -54,7 +54,10 @@ class RunTable:
         """The refusal of work on a run that is not live, with the reason and the way to go on."""
         end = self._journal.run_end(run_id)
         if end is None:
-            return self.unknown(run_id)
+            begun = self._journal.command(run_id, 0)
+            if begun is None or begun.outcome is not None:
+                return self.unknown(run_id)
+            return RunLost(f"model_id {run_id!r}: the server stopped while this run was made; create a training client again")
         why, category = end
         path = self._resume_from(run_id)
         how = (
