@@ -62,7 +62,10 @@ class FakeEngine:
         await self._hook("start")
 
     async def close(self):
+        """What was trained and loaded is gone, as with the processes of a real engine."""
         self.calls.append(("close",))
+        self.models.clear()
+        self.versions = {0: 0.0}
 
     def base_models(self):
         return [
