@@ -1,0 +1,138 @@
+"""Adapters that PEFT trained elsewhere, made into checkpoints: the same model, or a refusal that says why."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import plain
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_tinker.core.errors import UserError
+from verl_tinker.core.store import CheckpointStore
+from verl_tinker.core.types import LoraSpec, ModelSpec
+from verl_tinker.import_adapter import import_adapter
+from verl_tinker.models import default_cache_dir, prepare_tiny
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = np.arange(100, 140)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return prepare_tiny(default_cache_dir())
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def trained_elsewhere(base: Path, folder: Path, save_embedding_layers=False, **settings) -> torch.Tensor:
+    """Write an adapter with random weights as PEFT does; returns the log-probabilities that it gives."""
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
+    torch.manual_seed(3)
+    model = peft.get_peft_model(plain.load_model(base), peft.LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
+    return plain.logprobs(model.eval(), TOKENS[:-1], TOKENS[1:]).detach()
+
+
+@pytest.mark.parametrize(
+    "settings, flags, added",
+    [
+        ({}, (True, False, False), 4),
+        ({"use_rslora": True}, (True, False, False), 4),
+        ({"target_modules": "all-linear"}, (True, True, False), 0),
+        ({"target_modules": ["down_proj", "lm_head"]}, (False, True, True), 4),
+    ],
+)
+def test_an_imported_adapter_is_the_same_model(base, store, tmp_path, settings, flags, added):
+    wanted = trained_elsewhere(base, tmp_path / "peft", **settings)
+    checkpoint, extra = import_adapter(tmp_path / "peft", store, "some/base", base, "one", "alice")
+    lora = LoraSpec(4, None, *flags)
+    assert str(checkpoint.path).startswith("tinker://imported-") and str(checkpoint.path).endswith(":train:0/weights/one")
+    assert (checkpoint.spec, checkpoint.owner, len(extra)) == (ModelSpec("some/base", lora), "alice", added)
+    assert store.get(checkpoint.path) == checkpoint and store.run(checkpoint.path.run_id).spec == checkpoint.spec
+    folder = store.folder(checkpoint.path)
+    assert sorted(store.files(checkpoint)) == ["adapter_config.json", "adapter_model.safetensors"]
+    ours = plain.logprobs(plain.PlainRun(base, folder).model, TOKENS[:-1], TOKENS[1:]).detach()
+    assert float((ours - wanted).abs().max()) < 1e-5
+    for name in extra:
+        weights = load_file(folder / "adapter_model.safetensors")
+        assert not weights[f"base_model.model.{name}.lora_B.weight"].any()
+        assert weights[f"base_model.model.{name}.lora_A.weight"].any()
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"init_lora_weights": "pissa"}, "'pissa', which changes the base model"),
+        ({"target_modules": ["embed_tokens"]}, "not a lora_A or lora_B weight"),
+        ({"target_modules": ["lm_head"], "save_embedding_layers": True}, "lm_head.base_layer.*save_embedding_layers=False"),
+    ],
+)
+def test_what_our_adapters_cannot_express_is_refused(base, store, tmp_path, settings, text):
+    trained_elsewhere(base, tmp_path / "peft", **settings)
+    with pytest.raises(UserError, match=text):
+        import_adapter(tmp_path / "peft", store, "some/base", base, "one")
+    assert store.list() == [] and store.runs() == []
+
+
+def without(weights: dict, part: str) -> dict:
+    return {key: value for key, value in weights.items() if part not in key}
+
+
+@pytest.mark.parametrize(
+    "damage, text",
+    [
+        (lambda w: without(w, "layers.0.self_attn.q_proj.lora_B"), "no weight model.layers.0.self_attn.q_proj.lora_B"),
+        (lambda w: {k: v[:2] if "lora_A" in k else v for k, v in w.items()}, r"is \[2, 64\], but .* \[4, 64\]"),
+        (lambda w: {k: v * float("nan") for k, v in w.items()}, "not finite"),
+        (lambda w: {k.replace("layers.1", "layers.7"): v for k, v in w.items()}, "layers.7.*no linear layer"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(base, store, tmp_path, damage, text):
+    trained_elsewhere(base, tmp_path / "peft")
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file({k: v.contiguous() for k, v in damage(load_file(file)).items()}, file)
+    with pytest.raises(UserError, match=text):
+        import_adapter(tmp_path / "peft", store, "some/base", base, "one")
+    assert store.list() == []
+
+
+def test_a_pickle_is_not_read(base, store, tmp_path):
+    trained_elsewhere(base, tmp_path / "peft")
+    (tmp_path / "peft" / "adapter_model.safetensors").rename(tmp_path / "peft" / "adapter_model.bin")
+    with pytest.raises(UserError, match="save the adapter with PEFT as safetensors"):
+        import_adapter(tmp_path / "peft", store, "some/base", base, "one")
+
+
+def test_the_command_prints_the_path(base, tmp_path):
+    trained_elsewhere(base, tmp_path / "peft")
+    command = [
+        sys.executable, "-m", "verl_tinker.import_adapter", str(tmp_path / "peft"), "--name", "one",
+        "--checkpoint-dir", str(tmp_path / "checkpoints"), "--config", "configs/quick_start/cpu.yaml",
+        "--set", "server.model_path=bundled:tiny", "--set", "server.model_name=some/base",
+    ]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert refused.returncode == 1 and "the preset serves some/base" in refused.stderr
+    config = tmp_path / "peft" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "some/base"}))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    (checkpoint,) = CheckpointStore(tmp_path / "checkpoints").list()
+    assert done.stdout == f"{checkpoint.path}\n" and "Added with B zero" in done.stderr
+    assert checkpoint.spec == replace(checkpoint.spec, base_model="some/base")
