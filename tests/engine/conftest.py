@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from live_engine import STOCK, Live
 
+from verl_tinker.engine.cpu.environment import driver_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -74,4 +76,5 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.engine)
 
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before any test imports ray, which reads them once: its cluster would listen on every interface.
+os.environ.update({"TOKENIZERS_PARALLELISM": "false", **driver_environment()})

@@ -112,37 +112,6 @@ def test_forward_only_leaves_no_gradient(live, run_name):
     assert live.do(live.engine.optim_step(run_name, AdamParams()))["grad_norm"] == 0.0 < norm
 
 
-def test_two_adapters_of_different_rank_do_not_touch_each_other(live, tmp_path):
-    vocabulary = live.settings.models[0].vocab_size
-    specs = {"a": ModelSpec(live.name, LoraSpec(rank=8, seed=1)),
-             "b": ModelSpec(live.name, LoraSpec(rank=32, seed=2, train_mlp=False))}
-
-    def train(order):
-        for name in sorted(set(order)):
-            live.do(live.engine.create_model(name, specs[name]))
-        for _ in range(2):
-            for name in order:
-                live.do(live.engine.forward_backward(name, numerics.batch(vocabulary, seed=ord(name)), "cross_entropy", {}, True))
-            for name in sorted(set(order)):
-                live.do(live.engine.optim_step(name, numerics.ADAM))
-        from safetensors.torch import load_file
-
-        results = {}
-        for name in sorted(set(order)):
-            folder = tmp_path / f"{name}-{''.join(order)}"
-            folder.mkdir()
-            live.do(live.engine.save_state(name, folder))
-            results[name] = load_file(folder / "adapter_model.safetensors")
-            live.do(live.engine.drop_model(name))
-        return results
-
-    together, alone = train(["a", "b", "a"]), {**train(["a", "a"]), **train(["b"])}
-    for name in specs:
-        assert together[name].keys() == alone[name].keys()
-        assert max(float((together[name][k] - alone[name][k]).abs().max()) for k in alone[name]) < 1e-6
-    assert not any("mlp" in k for k in together["b"]) and any("lm_head" in k for k in together["b"])
-
-
 @pytest.mark.parametrize("lora, word", [
     (LoraSpec(rank=0), "rank"), (LoraSpec(rank=129), "max_lora_rank"),
     (LoraSpec(train_attn=False, train_mlp=False, train_unembed=False), "train_attn"),
