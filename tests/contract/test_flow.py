@@ -122,7 +122,7 @@ def test_topk_rows(client):
         topk_sample_logprobs=3,
     ).result(20)
     assert response.topk_prompt_logprobs == [None, [(1, -1.0), (2, -2.0)], [(1, -1.0), (2, -2.0)]]
-    assert response.sequences[0].topk_logprobs_np.token_ids.tolist() == [[1, 2, 3]] * 2
+    assert response.sequences[0].topk_logprobs_np.token_ids.tolist() == [[100, 2, 3]] * 2
 
 
 def test_forward_leaves_no_gradient(training):

@@ -26,6 +26,7 @@ from verl_tinker.core.types import (
 BASE = "fake/tied"
 UNTIED = "fake/untied"
 VOCAB, CONTEXT = 1000, 64
+END, OWN = 999, 500
 PARAMETER_BYTES = 4
 START_PHASE = "loading fake weights"
 
@@ -41,8 +42,10 @@ class _Model:
 class FakeEngine:
     """logprob(target) = weight - 1 - target / 1000, so d(sum of weights * logprobs)/d(weight) is sum(weights).
 
-    A step adds learning_rate * (sum + moment), and the moment then is that sum. A sampled token is 100 plus the
-    version's weight in thousandths; its log-probability is the weight minus 0.5.
+    A step adds learning_rate * (sum + moment), and the moment then is that sum; with beta1 0 it is left out. A sampled
+    token is 100 plus the version's weight in thousandths; its log-probability is the weight minus 0.5. A prompt with
+    tokens from 500 up has an answer of its own (`drawn_tokens`), scored as prompts are. The text of a token is its
+    number after a blank.
     """
 
     def __init__(self, delay: float = 0.0):
@@ -93,14 +96,14 @@ class FakeEngine:
         coefficients = [d.inputs["weights" if loss_fn == "cross_entropy" else "advantages"] for d in data]
         if backward:
             model.gradient += float(sum(c.sum() for c in coefficients))
-        losses = np.array([-(c * lp).sum() for c, lp in zip(coefficients, logprobs, strict=True)], np.float32)
+        losses = np.array([_loss(loss_fn, config, d, lp) for d, lp in zip(data, logprobs, strict=True)], np.float32)
         metrics = {"loss:sum": float(losses.sum()), "clock_cycle:unique": float(len(self.calls))}
         return ForwardBackwardResult(logprobs, losses, metrics)
 
     async def optim_step(self, model_id, adam):
         await self._train("optim_step", model_id, adam)
         model = self.models[model_id]
-        model.weight += adam.learning_rate * (model.gradient + model.moment)
+        model.weight += adam.learning_rate * (model.gradient + (model.moment if adam.beta1 else 0.0))
         norm, model.moment, model.gradient = abs(model.gradient), model.gradient, 0.0
         return {"grad_norm": norm if norm < 1e6 else float("nan")}
 
@@ -149,14 +152,16 @@ class FakeEngine:
             raise EngineError("fake worker 0 does not answer")
 
     def _sampled(self, version, request):
-        weight, length = self.versions[version], request.params.max_tokens
-        token, n = 100 + round(weight * 1000), len(request.prompt)
-        sequence = SampledSequence(
-            np.full(length, token, np.int32),
-            np.full(length, weight - 0.5, np.float32),
-            "length",
-            _topk(length, request.topk_sample_logprobs) if request.topk_sample_logprobs else None,
-        )
+        weight, n = self.versions[version], len(request.prompt)
+        tokens = drawn_tokens(weight, request.prompt, request.params.max_tokens)
+        tokens, reason = _until_stop(tokens, request.params.stop)
+        own = (request.prompt >= OWN).any()
+        logprobs = (weight - 1 - tokens / 1000 if own else np.full(len(tokens), weight - 0.5)).astype(np.float32)
+        sequence = SampledSequence(tokens, logprobs, reason)
+        if request.topk_sample_logprobs:
+            topk = _topk(len(tokens), request.topk_sample_logprobs)
+            topk.ids[:, 0], topk.logprobs[:, 0] = tokens, logprobs
+            sequence = replace(sequence, topk=topk)
         scores = (weight - 1 - request.prompt / 1000).astype(np.float32)
         scores[0] = np.nan
         topk = None
@@ -186,6 +191,39 @@ class FakeEngine:
 
     def names(self) -> list[str]:
         return [call[0] for call in self.calls]
+
+
+def drawn_tokens(weight: float, prompt, length: int) -> np.ndarray:
+    """The i-th token is i times the sum of the prompt's tokens from 500 up further than what the weight gives."""
+    prompt = np.asarray(prompt, np.int64)
+    own = prompt[prompt >= OWN].sum()
+    return ((100 + round(weight * 1000) + own * np.arange(1, length + 1)) % VOCAB).astype(np.int32)
+
+
+def _until_stop(tokens: np.ndarray, stop: list | None) -> tuple[np.ndarray, str]:
+    """The tokens up to the one that ends them, which stays; None stops at the end token alone."""
+    stop = [END] if stop is None else stop
+    text = ""
+    for i, token in enumerate(tokens.tolist(), start=1):
+        text += f" {token}"
+        if any(entry in text if isinstance(entry, str) else entry == token for entry in stop):
+            return tokens[:i], "stop"
+    return tokens, "length"
+
+
+def _loss(loss_fn: str, config: dict, datum, logprobs: np.ndarray) -> float:
+    if loss_fn == "cross_entropy":
+        return -(datum.inputs["weights"] * logprobs).sum()
+    advantages, sampled = datum.inputs["advantages"], datum.inputs["logprobs"]
+    ratio = np.exp(logprobs - sampled)
+    if loss_fn == "importance_sampling":
+        return -(ratio * advantages).sum()
+    if loss_fn == "dro":
+        return -(logprobs * advantages - 0.5 * config["beta"] * (logprobs - sampled) ** 2).sum()
+    clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    if loss_fn == "cispo":
+        return -(clipped * logprobs * advantages).sum()
+    return -np.minimum(ratio * advantages, clipped * advantages).sum()
 
 
 def _topk(n: int, k: int) -> TopK:
