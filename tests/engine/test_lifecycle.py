@@ -1,12 +1,10 @@
-"""What is left when a server ends: nothing, however it ends; and what clients learn when a worker dies."""
+"""What is left when a server ends: nothing, however it ends."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,37 +15,18 @@ from types import SimpleNamespace
 import httpx
 import psutil
 import pytest
-import tinker
+from lifecycle import TINY, assert_nothing_left, family, folders, shared_memory
 from live_engine import Live
-from real_server import ROOT, free_port, start_server, stop_server
-from tinker import types
+from real_server import ROOT, free_port, start_server
 
 from verl_tinker.core.errors import EngineError
 
 pytestmark = pytest.mark.timeout(400)
-TINY = "server.model_path=bundled:tiny"
-
-
-def family(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def assert_nothing_left(processes: list[psutil.Process], url: str, memory: set[str], folders: set[Path]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert not alive, [p.cmdline()[:3] for p in alive]
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0, "the port still answers"
-    assert shared_memory() <= memory
-    assert set(Path("/tmp").glob("vt-*")) <= folders
 
 
 @pytest.mark.parametrize("way", ["SIGINT", pytest.param("shutdown", marks=pytest.mark.full)])
 def test_a_stopped_server_leaves_nothing(tmp_path, way):
-    memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
+    memory, before = shared_memory(), folders()
     process, url = start_server(tmp_path, TINY)
     members = family(process.pid)
     assert len(members) > 4
@@ -56,34 +35,7 @@ def test_a_stopped_server_leaves_nothing(tmp_path, way):
     else:
         assert httpx.post(f"{url}/api/v1/shutdown").status_code == 200
     assert process.wait(timeout=60) == 0, (tmp_path / "server.log").read_text()[-2000:]
-    assert_nothing_left(members, url, memory, folders)
-
-
-@pytest.mark.parametrize("victim", [pytest.param("TinkerWorker", marks=pytest.mark.full), "SamplerServer"])
-def test_a_dead_worker_ends_pending_work_with_its_reason_and_leaves_nothing(tmp_path, victim):
-    memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
-    process, url = start_server(tmp_path, TINY)
-    members = family(process.pid)
-    service = tinker.ServiceClient(base_url=url)
-    name = service.get_server_capabilities().supported_models[0].model_name
-    training = service.create_lora_training_client(base_model=name, rank=8).result()
-    sampling = service.create_sampling_client(base_model=name).result()
-    worker = next(p for p in members if p.name().startswith("ray::") and victim in " ".join(p.cmdline()))
-    long = [sampling.sample(types.ModelInput.from_ints([5, 6, 7]), 1, types.SamplingParams(max_tokens=1500, stop=[]))
-            for _ in range(16)]
-    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
-    worker.kill()
-    waiting = long if victim == "SamplerServer" else [training.forward_backward([datum] * 4, "cross_entropy")]
-    for future in waiting:
-        with pytest.raises(tinker.RequestFailedError) as caught:
-            future.result(timeout=120)
-        assert "died" in str(caught.value) or "stopping" in str(caught.value), str(caught.value)
-    deadline = time.monotonic() + 60
-    while (answer := httpx.get(f"{url}/api/v1/healthz")).json()["status"] == "ok" and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert answer.status_code == 503 and "died" in answer.json()["reason"], answer.text
-    assert stop_server(process) == 1
-    assert_nothing_left(members, url, memory, folders)
+    assert_nothing_left(members, url, memory, before)
 
 
 @pytest.mark.full
@@ -100,7 +52,7 @@ def test_a_killed_server_takes_its_processes_along(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("phase", ["starting Ray", "starting the trainer and the sampler"])
 def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(tmp_path, phase):
-    memory, folders = shared_memory(), set(Path("/tmp").glob("vt-*"))
+    memory, before = shared_memory(), folders()
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "verl_tinker.start", "--config", "configs/quick_start/cpu.yaml", f"--set={TINY}",
@@ -118,7 +70,7 @@ def test_a_server_that_is_stopped_while_it_starts_leaves_nothing(tmp_path, phase
     members = family(process.pid)
     process.terminate()
     assert process.wait(timeout=200) == 0
-    assert_nothing_left(members, url, memory, folders)
+    assert_nothing_left(members, url, memory, before)
 
 
 def test_a_dead_sampler_is_noticed_while_the_trainer_works(tmp_path):

@@ -86,13 +86,15 @@ class VerlEngine:
         await (self.sampler.sleep() if side == "training" else self.sampler.wake_up())
 
     async def close(self) -> None:
+        """Also after a part of it died; `start` may be called again afterwards."""
         if self._trainer_ping is not None:
             self._trainer_ping.cancel()
         if self.sampler is not None:
             await self.sampler.close()
         if self.trainer is not None:
-            self.trainer.close()
-        self.sampler = self.trainer = None
+            await asyncio.to_thread(self.trainer.close)
+        self.sampler = self.trainer = self._trainer_ping = None
+        self.runs, self.turns = {}, SideBySide()
         await asyncio.to_thread(self.cluster.stop)
 
     async def check(self) -> None:
