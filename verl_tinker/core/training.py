@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from verl_tinker.core.access import Caller, may_see
-from verl_tinker.core.checkpoints import Checkpoint, RunRecord, parse_path
+from verl_tinker.core.checkpoints import KINDS, Checkpoint, RunRecord, parse_path
 from verl_tinker.core.errors import TinkerError, UserError
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.journal import Journal
@@ -168,7 +168,8 @@ class Training:
         parsed = parse_path(path)
         if parsed.kind != "weights":
             raise UserError(
-                f"path: {path} holds sampling weights, which cannot be trained on; load a path that save_state returned"
+                f"path: {path} is a {KINDS[parsed.kind]} checkpoint, which cannot be trained on; load a path that "
+                "save_state returned"
             )
         return self._checkpoints.get(parsed, owner or None)
 
