@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,25 +13,7 @@ from server import TestServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import CHUNK  # noqa: E402
-from environments import python_of  # noqa: E402
-
-DRIVER = Path(__file__).parent / "driver.py"
-
-
-def drive(version: str, url: str) -> dict:
-    """What the driver saw; its own output is the error when it fails."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(
-        [python_of(version), DRIVER, url],
-        env={**environment, "TINKER_API_KEY": "tml-test"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, f"tinker {version} failed:\n{done.stderr[-6000:]}"
-    said = json.loads(done.stdout)
-    assert said["sdk"] == version
-    return said["seen"]
+from environments import drive  # noqa: E402
 
 
 class Servers:

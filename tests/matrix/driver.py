@@ -5,8 +5,11 @@ Owns the program. Does not know what the numbers should be: `test_matrix` does. 
 """
 
 import json
+import io
 import pickle
 import sys
+import tarfile
+from urllib.request import urlopen
 
 import tinker
 from tinker import types
@@ -127,6 +130,12 @@ def sample(service, training):
     seen["prompt_of_base"] = floats(rich.prompt_logprobs)
     seen["topk"] = [row and [[token, round(logprob, 5)] for token, logprob in row] for row in rich.topk_prompt_logprobs]
     seen["many"] = sorted({tuple(now(f).sequences[0].tokens) for f in [drawn(named) for _ in range(20)]})
+    try:
+        # Giving up cancels the sample where the client and the flags know of that; nothing else may suffer.
+        drawn(named).result(0.001)
+    except TimeoutError:
+        pass
+    seen["after_giving_up"] = list(now(drawn(named)).sequences[0].tokens)
     return seen
 
 
@@ -157,6 +166,41 @@ def rest(service, training):
     return seen
 
 
+def share(service, training):
+    """What other programs may get of a run: publication, listings of sessions, and what only some versions offer."""
+    client, run = service.create_rest_client(), training.model_id
+    state, session = f"tinker://{run}/weights/state", run.split(":train:")[0]
+
+    def public():
+        return [c.public for c in now(client.list_checkpoints(run)).checkpoints if c.tinker_path == state]
+
+    seen = {"public": public()}
+    now(client.publish_checkpoint_from_tinker_path(state))
+    seen["public"] += public()
+    now(client.unpublish_checkpoint_from_tinker_path(state))
+    seen["public"] += public()
+    found = now(client.get_session(session))
+    seen["session"] = [len(found.training_run_ids), found.training_run_ids.count(run), len(found.sampler_ids)]
+    samplers = [now(client.get_sampler(sampler)) for sampler in found.sampler_ids]
+    paths = [str(sampler.model_path).replace(run, "RUN") for sampler in samplers]
+    seen["samplers"] = sorted([sampler.base_model, path] for sampler, path in zip(samplers, paths))
+    seen["in_sessions"] = now(client.list_sessions(limit=1000)).sessions.count(session)
+    if hasattr(client, "get_checkpoint_archive_url_from_tinker_path"):
+        link = now(client.get_checkpoint_archive_url_from_tinker_path(state)).url
+        with tarfile.open(fileobj=io.BytesIO(urlopen(link, timeout=TIMEOUT).read())) as tar:
+            seen["archive"] = sorted(tar.getnames())
+    if hasattr(training, "save_weights_external"):
+        path = now(training.save_weights_external("out")).path
+        urls = now(client.get_external_weights_urls(path)).urls
+        contents = {name: urlopen(link, timeout=TIMEOUT).read().decode() for name, link in urls.items()}
+        seen["external"] = [path.replace(run, "RUN"), contents]
+        now(client.delete_checkpoint_from_tinker_path(path))
+    if hasattr(service, "copy_weights"):
+        copy = now(service.copy_weights(state, ttl_seconds=7200))
+        seen["copy"] = [copy != state, weight_of(now(service.create_training_client_from_state(copy)))]
+    return seen
+
+
 def main(url):
     service = tinker.ServiceClient(base_url=url)
     training = now(
@@ -166,6 +210,7 @@ def main(url):
         "train": train(training),
         "resume": resume(service, training),
         "sample": sample(service, training),
+        "share": share(service, training),
         "rest": rest(service, training),
     }
     if hasattr(service, "close"):

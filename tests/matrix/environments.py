@@ -1,12 +1,13 @@
-"""One environment for each SDK version, made on demand and kept in `.matrix/`.
+"""One environment for each SDK version, made on demand and kept in `.matrix/`, and the driver's run in it.
 
-Owns the environments. Does not run anything in them but the installer.
+Owns the environments. Does not judge what the driver saw.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / ".matrix"
+DRIVER = HERE / "driver.py"
 REQUIREMENTS = HERE / "requirements.txt"
 VERSIONS = (HERE / "versions.txt").read_text().split()
 
@@ -31,6 +33,22 @@ def python_of(version: str) -> Path:
             _install(version, folder, python)
             stamp.write_text(wanted)
     return python
+
+
+def drive(version: str, url: str) -> dict:
+    """What the driver saw; its own output is the error when it fails."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        [python_of(version), DRIVER, url],
+        env={**environment, "TINKER_API_KEY": "tml-test", "TINKER_PROJECT_ID": "matrix"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, f"tinker {version} failed:\n{done.stderr[-6000:]}"
+    said = json.loads(done.stdout)
+    assert said["sdk"] == version
+    return said["seen"]
 
 
 def _install(version: str, folder: Path, python: Path) -> None:

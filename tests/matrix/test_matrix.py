@@ -17,6 +17,8 @@ SWITCHES = (
     "proto_write_fwdbwd",
     "fwd_via_fwdbwd",
     "create_model_via_load_weights",
+    "sample_use_retrieve_futures",
+    "sample_cancel_enabled",
 )
 ADVERTISED = {**CLIENT_CONFIG, **DYNAMIC_CONFIG}
 FLAGS = [{}, *({name: not ADVERTISED[name]} for name in SWITCHES)]
@@ -51,6 +53,23 @@ SAMPLE = {
     "prompt_of_base": [None, -1.006, -1.007],
     "topk": [None, [[1, -1.0], [2, -2.0]], [[1, -1.0], [2, -2.0]]],
     "many": [[200, 200]],
+    "after_giving_up": [200, 200],
+}
+SHARE = {
+    "public": [False, True, False],
+    "session": [3, 1, 3],
+    "samplers": [["fake/tied", "None"], ["fake/tied", "None"], ["fake/tied", "tinker://RUN/sampler_weights/final"]],
+    "in_sessions": 1,
+}
+# What some versions only offer: the first and the last that do.
+OFFERED = {
+    "archive": ((0, 19), (0, 35), ["checkpoint_complete", "state.json"]),
+    "external": (
+        (0, 28),
+        (0, 38),
+        ["tinker://RUN/external_weights/out", {"extra/note.txt": "beside the weights", "weights.json": "0.116"}],
+    ),
+    "copy": ((0, 26), (0, 38), [True, 0.096]),
 }
 SAVED = [["sampler_weights/final", "sampler", False], ["weights/state", "training", True]]
 REST = {
@@ -78,4 +97,8 @@ def cases():
 @pytest.mark.parametrize(("version", "flags"), cases())
 def test_version(driven, version, flags):
     seen = driven[version, str(flags)].result(1200)
-    assert seen == {"train": TRAIN, "resume": RESUME, "sample": SAMPLE, "rest": REST}
+    number = tuple(map(int, version.split(".")))[:2]
+    offered = {name: value for name, (first, last, value) in OFFERED.items() if first <= number <= last}
+    assert seen == {
+        "train": TRAIN, "resume": RESUME, "sample": SAMPLE, "share": {**SHARE, **offered}, "rest": REST
+    }
