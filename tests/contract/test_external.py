@@ -1,5 +1,7 @@
 """Weights that leave the server: exports by signed links, archives, encryption, copies, publication."""
 
+import asyncio
+import errno
 import io
 import os
 import tarfile
@@ -180,6 +182,13 @@ def test_a_copy_lives_on_its_own(server, client, connect, rest, training):
         rest.copy_weights(state, "project-x").result(20)
 
 
+def test_a_copy_of_sampler_weights_is_sampled(server, client, rest, training):
+    path = rest.copy_weights(training.save_weights_for_sampler("a").result(20).path, "p").result(20)
+    sampler = client.create_sampling_client(model_path=path).result(20)
+    answer = sampler.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=1)).result(20)
+    assert len(answer.sequences) == 1 and list(server.engine.versions) == [0, 1, 2]
+
+
 def test_a_copy_that_is_asked_for_twice_is_one_copy(server, raw):
     saved = raw.post("save_weights", model_id=raw.model, seq_id=1, path="a")
     path = raw.result(saved["request_id"])["path"]
@@ -231,6 +240,34 @@ def test_a_full_disk_refuses_a_save_before_the_engine_works(server, rest, traini
     with pytest.raises(tinker.RequestFailedError, match="1000 bytes free"):
         training.save_weights_and_get_sampling_client().result(20)
     assert server.engine.names() == before
+
+
+def test_a_run_whose_record_the_disk_refuses_is_not_created(server, client, monkeypatch):
+    from verl_tinker.core import disk
+
+    def full(target, content):
+        target.with_name(".run.json.part").write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "write_json", full)
+        with pytest.raises(tinker.RequestFailedError, match="No space left on device in .*; delete checkpoints"):
+            client.create_lora_training_client(base_model=BASE).result(20)
+    assert server.engine.models == {} and server.service.runs.all() == []
+    assert [p.name for p in server.service.catalog._checkpoints.root.iterdir() if not p.name.startswith(".")] == []
+    client.create_lora_training_client(base_model=BASE).result(20)
+
+
+def test_a_sampler_of_expired_weights_says_so(server, client, training):
+    path = training.save_weights_for_sampler("a", ttl_seconds=1).result(20).path
+    sampler = client.create_sampling_client(model_path=path).result(20)
+    prompt, one = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
+    assert len(sampler.sample(prompt, 1, one).result(20).sequences) == 1
+    time.sleep(1.1)
+    asyncio.run_coroutine_threadsafe(server.service.catalog.sweep_expired(), server.loop).result(5)
+    assert list(server.engine.versions) == [0]
+    with pytest.raises(tinker.RequestFailedError, match="has expired or was deleted"):
+        sampler.sample(prompt, 1, one).result(20)
 
 
 def test_what_is_not_offered_is_404_with_a_reason(server):

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from verl_tinker.core.access import Caller, may_see
-from verl_tinker.core.checkpoints import Checkpoint
+from verl_tinker.core.checkpoints import Checkpoint, RunRecord
 from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sessions import Session, SessionTable
 from verl_tinker.core.store import CheckpointStore
@@ -53,7 +53,7 @@ class SessionCatalog:
         return sorted(own, key=_age)
 
     async def get(self, caller: Caller, session_id: str) -> SessionView:
-        return await self._view(self._sessions.get(session_id, caller))
+        return (await self.views([self._sessions.get(session_id, caller)]))[0]
 
     def search(self, caller: Caller, query: SessionQuery, after: tuple[int, str] | None) -> list[Session]:
         """The sessions that match, newest first; `after`: `created_us` and id of the last one already seen."""
@@ -61,14 +61,15 @@ class SessionCatalog:
         return [session for session in found if after is None or _age(session) > (-after[0], after[1])]
 
     async def views(self, sessions: list[Session]) -> list[SessionView]:
-        return [await self._view(session) for session in sessions]
+        runs = (await asyncio.to_thread(self._checkpoints.runs))[::-1]
+        checkpoints = await asyncio.to_thread(self._checkpoints.list)
+        return [self._view(session, runs, checkpoints) for session in sessions]
 
-    async def _view(self, session: Session) -> SessionView:
-        runs = await asyncio.to_thread(self._checkpoints.runs)
-        run_ids = [run.run_id for run in reversed(runs) if run.session_id == session.session_id]
-        checkpoints = [c for run_id in run_ids for c in await asyncio.to_thread(self._checkpoints.list, run_id)]
+    def _view(self, session: Session, runs: list[RunRecord], checkpoints: list[Checkpoint]) -> SessionView:
+        run_ids = [run.run_id for run in runs if run.session_id == session.session_id]
+        made = [checkpoint for checkpoint in checkpoints if checkpoint.path.run_id in run_ids]
         samplers = self._samplers.of_session(session.session_id)
-        return SessionView(session, not self._sessions.over(session), run_ids, samplers, checkpoints)
+        return SessionView(session, not self._sessions.over(session), run_ids, samplers, made)
 
     def _matches(self, session: Session, query: SessionQuery) -> bool:
         facts = session.facts
