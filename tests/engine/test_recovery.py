@@ -59,48 +59,71 @@ def wait_until_ready(url: str) -> float:
     raise AssertionError(f"the server is not ready again; last {answer.text}")
 
 
-def check_death(process, url: str, name: str, while_training: bool) -> None:
-    """Kill a worker while it works; the run ends with the reason, its checkpoints resume, its samplers go on."""
-    service = tinker.ServiceClient(base_url=url)
-    model = service.get_server_capabilities().supported_models[0].model_name
-    training = service.create_lora_training_client(base_model=model, rank=8, seed=5).result(120)
-    step(training)
-    path = training.save_state("state").result(120).path
-    named = training.save_weights_for_sampler("named").result(120).path
-    snapshot = training.save_weights_and_get_sampling_client()
-    expected = step(training)
-    sampler = service.create_sampling_client(model_path=named)
-    before = greedy(sampler)
+class Before:
+    """A run with a saved state, a named and an unnamed sampler, and what each must give later."""
 
-    if while_training:
-        pending = [training.forward_backward([datum()] * 64, "cross_entropy") for _ in range(4)]
-    else:
+    def __init__(self, url: str):
+        self.service = tinker.ServiceClient(base_url=url)
+        model = self.service.get_server_capabilities().supported_models[0].model_name
+        self.training = self.service.create_lora_training_client(base_model=model, rank=8, seed=5).result(120)
+        step(self.training)
+        self.path = self.training.save_state("state").result(120).path
+        named = self.training.save_weights_for_sampler("named").result(120).path
+        self.snapshot = self.training.save_weights_and_get_sampling_client()
+        self.next_step = step(self.training)
+        self.sampler = self.service.create_sampling_client(model_path=named)
+        self.tokens = greedy(self.sampler)
+
+    def work(self, kind: str) -> list:
+        """Futures of work that goes on for a while."""
+        if kind == "training":
+            return [self.training.forward_backward([datum()] * 64, "cross_entropy") for _ in range(4)]
         params = types.SamplingParams(max_tokens=1500, stop=[])
-        pending = [sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params) for _ in range(8)]
-    victim(process, name).kill()
-    for future in pending[-1:]:
-        with pytest.raises(tinker.RequestFailedError) as caught:
-            future.result(timeout=120)
-        assert caught.value.category == types.RequestErrorCategory.Server, caught.value
-        assert "died" in str(caught.value) or "not answer" in str(caught.value), caught.value
-    wait_until_ready(url)
+        return [self.sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 1, params) for _ in range(8)]
 
-    with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state_with_optimizer") as told:
-        training.optim_step(RATE).result(120)
-    assert path in str(told.value)
-    assert greedy(sampler) == before and greedy(snapshot) == before
-    resumed = service.create_training_client_from_state_with_optimizer(path).result(120)
-    assert step(resumed) == expected
-    service.close("success").result(20)
+    def check_that_clients_go_on(self) -> None:
+        """The run says where to resume, and what resumes there is the same; the named sampler kept its weights."""
+        with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state_with_optimizer") as told:
+            self.training.optim_step(RATE).result(120)
+        assert self.path in str(told.value)
+        assert greedy(self.sampler) == self.tokens
+        resumed = self.service.create_training_client_from_state_with_optimizer(self.path).result(120)
+        assert step(resumed) == self.next_step
+        self.service.close("success").result(20)
+
+
+def check_server_error(future, words: str) -> None:
+    with pytest.raises(tinker.RequestFailedError, match=words) as caught:
+        future.result(timeout=240)
+    assert caught.value.category == types.RequestErrorCategory.Server, caught.value
 
 
 def test_a_killed_trainer_and_a_killed_sampler(server):
     process, url = server
-    check_death(process, url, "ray::TinkerWorker", while_training=True)
-    check_death(process, url, "ray::SamplerServer", while_training=False)
+    for name, kind in (("ray::TinkerWorker", "training"), ("ray::SamplerServer", "sampling")):
+        before = Before(url)
+        pending = before.work(kind)
+        victim(process, name).kill()
+        check_server_error(pending[-1], "died|not answer")
+        wait_until_ready(url)
+        assert greedy(before.snapshot) == before.tokens
+        before.check_that_clients_go_on()
 
 
 @pytest.mark.full
-def test_a_killed_ray(server):
-    process, url = server
-    check_death(process, url, "raylet", while_training=True)
+def test_ray_that_is_killed_takes_the_server_along_and_the_next_one_goes_on(tmp_path):
+    """Ray ends every process that is connected to a killed raylet, the server's own too."""
+    process, url = start_server(tmp_path, TINY)
+    members = family(process.pid)
+    before = Before(url)
+    pending = before.work("training")
+    victim(process, "raylet").kill()
+    assert process.wait(timeout=120) != 0
+    _, alive = psutil.wait_procs(members, timeout=180)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+    process, _ = start_server(tmp_path, TINY, port=int(url.rpartition(":")[2]))
+    check_server_error(pending[-1], "started again")
+    with pytest.raises(tinker.RequestFailedError, match="unnamed snapshot"):
+        greedy(before.snapshot)
+    before.check_that_clients_go_on()
+    assert stop_server(process) == 0

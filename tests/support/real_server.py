@@ -23,9 +23,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start_server(folder: Path, *overrides: str) -> tuple[subprocess.Popen, str]:
+def start_server(folder: Path, *overrides: str, port: int | None = None) -> tuple[subprocess.Popen, str]:
     """Start the CPU preset and wait until it is ready; its output goes to server.log in `folder`."""
-    port = free_port()
+    port = port or free_port()
     flags = [f"--set={o}" for o in (f"server.port={port}", f"server.checkpoint_dir={folder / 'checkpoints'}", *overrides)]
     log = open(folder / "server.log", "w")
     process = subprocess.Popen(
