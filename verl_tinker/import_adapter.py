@@ -48,8 +48,8 @@ def _base_model(folder: Path, wanted: str | None, config: Config) -> str:
     name = wanted or base_model_of(folder)
     if name not in config.models:
         raise UserError(
-            f"the adapter's base model is {name!r} and the preset serves {', '.join(config.models)}; give --config for the "
-            "preset that serves it, or --base-model when it goes by another name there"
+            f"the adapter's base model is {name!r} and the preset serves {', '.join(config.models)}; give --config for "
+            "the preset that serves it, or --base-model when it goes by another name there"
         )
     return config.models.listed(name)
 

@@ -45,7 +45,7 @@ def test_weights_alone_are_not_trained_on(server, client, training, saved, kind)
 
 @pytest.mark.parametrize("kind, word", [("state", "training"), ("external", "external")])
 def test_only_sampler_weights_are_sampled(client, saved, kind, word):
-    with pytest.raises(tinker.BadRequestError, match=f"is a {word} checkpoint, which cannot be sampled; save with save_w"):
+    with pytest.raises(tinker.BadRequestError, match=f"is a {word} checkpoint, which cannot be sampled; save with"):
         client.create_sampling_client(model_path=saved[kind]).result(20)
 
 

@@ -1,4 +1,4 @@
-"""Calls every public method of the newest SDK's clients against a server with the tests' engine, and tells how each ends.
+"""Calls every public method of the newest SDK's clients on a server with the tests' engine, and tells how each ends.
 
 Owns the calls and what a good answer is. Does not judge outcomes: tests/contract/test_compatibility.py does.
 
@@ -326,8 +326,8 @@ def page(methods: list[Line], refused: list[Line]) -> str:
 INTRODUCTION = """# Compatibility
 
 Every public method of the clients of SDK {version}, called against this server with the tests' engine, and how it ends.
-`tests/support/compatibility.py` writes this page; `tests/contract/test_compatibility.py` compares it with the server as it
-is and with the SDK as it is installed.
+`tests/support/compatibility.py` writes this page; `tests/contract/test_compatibility.py` compares it with the server as
+it is and with the SDK as it is installed.
 
 - **works**: the call returned, and its answer is the one that is due.
 - **not offered**: 404 with the words shown; the method belongs to the vendor's own service.

@@ -49,8 +49,8 @@ def dies_at(step: int, monkeypatch, action) -> bool:
 
             return counted
 
-        for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (os, "unlink"), (os, "rmdir")):
-            monkeypatch.setattr(owner, name, dying(getattr(owner, name)))
+        for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, dying(getattr(os, name)))
         action()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -126,7 +126,7 @@ def test_a_write_that_the_disk_refuses_leaves_the_old_and_one_clear_error(store)
     "error",
     [
         OSError(errno.ENOSPC, "No space left on device"),
-        EngineError("the trainer failed in save_weights: SafetensorError: I/O error: No space left on device (os error 28)"),
+        EngineError("the trainer failed in save_weights: SafetensorError: I/O error: No space left on d. (os error 28)"),
         EngineError("the trainer failed in save_weights: OSError: [Errno 28] No space left on device: 'x'"),
     ],
 )

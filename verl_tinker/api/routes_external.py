@@ -86,7 +86,7 @@ async def copy_weights(
     run_id, project_id = None, body.destination_project_id
     if body.session_id is not None:
         if body.model_seq_id is None:
-            raise HTTPException(422, "model_seq_id is missing; give it with session_id, or destination_project_id alone")
+            raise HTTPException(422, "model_seq_id is missing; give it beside session_id, or destination_project_id")
         session = service.sessions.open(body.session_id, caller)
         run_id, project_id = f"{session.session_id}:train:{body.model_seq_id}", session.facts.project_id
     key = request.headers.get("x-idempotency-key")
@@ -101,7 +101,7 @@ def _reader(request: Request, caller: Caller) -> Caller:
         return caller
     reader = keys.caller(token)
     if reader is None:
-        raise HTTPException(401, "weights_access_token is not a key of this server; leave it out, or ask the owner for one")
+        raise HTTPException(401, "weights_access_token is not a key of this server; leave it out, or ask for one")
     return reader
 
 

@@ -25,7 +25,13 @@ class Copying:
         self._one_at_a_time = asyncio.Lock()
 
     async def copy(
-        self, source: Checkpoint, owner: str, run_id: str | None, project_id: str | None, ttl_seconds: int | None, key: str | None
+        self,
+        source: Checkpoint,
+        owner: str,
+        run_id: str | None,
+        project_id: str | None,
+        ttl_seconds: int | None,
+        key: str | None,
     ) -> CheckpointPath:
         """The path of a copy. A retry, which has the same run or the same `key`, gets the path of the first copy."""
         check_ttl(ttl_seconds)

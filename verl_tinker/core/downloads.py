@@ -34,7 +34,7 @@ class Link:
 
 
 class Archive:
-    """A tar of a checkpoint's files, made while it is read. The files are opened first, so a deletion does not break it."""
+    """A tar of a checkpoint's files, made while it is read. All are opened first, so a deletion does not break it."""
 
     def __init__(self, files: dict[str, Path]):
         self._open = ExitStack()

@@ -93,7 +93,7 @@ class SessionCatalog:
 
 
 def created_us(session: Session) -> int:
-    """Microseconds since 1970, which is what a date on the wire can carry; so a page begins where the last one ended."""
+    """Microseconds since 1970, as a date on the wire has them; so a page begins where the last one ended."""
     return int(session.created * 1e6)
 
 

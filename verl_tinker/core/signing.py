@@ -18,7 +18,7 @@ _FILE = ".link-secret"
 
 
 class Signer:
-    """HMAC-SHA256 over the words of a resource and the time it expires. One secret a folder, so links outlive the server."""
+    """HMAC-SHA256 over the words of a resource and its end. One secret a folder, so that links outlive the server."""
 
     def __init__(self, root: Path):
         self._secret = _read_or_make(Path(root) / _FILE)

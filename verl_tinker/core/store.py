@@ -85,7 +85,7 @@ class CheckpointStore:
             )
 
     def publish(self, scratch: Path, checkpoint: Checkpoint) -> Checkpoint:
-        """Give a filled scratch folder its name. A reader, and a crash, sees the old content or the new, never a part."""
+        """Give a filled scratch folder its name. A reader or a crash meets the old content or the new, never a part."""
         with disk.explained(self.root, str(checkpoint.path)):
             checkpoint = replace(checkpoint, size_bytes=_size(scratch))
             disk.write_json(scratch / META, checkpoint_to_json(checkpoint))

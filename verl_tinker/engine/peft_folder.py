@@ -39,7 +39,8 @@ def read_adapter(folder: Path, model_folder: Path) -> tuple[Adapter, list[str]]:
     try:
         saved = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder / WEIGHTS} cannot be read ({error}); save the adapter with PEFT as safetensors") from None
+        text = f"{folder / WEIGHTS} cannot be read ({error}); save the adapter with PEFT as safetensors"
+        raise UserError(text) from None
     names = {_module(key, layers) for key in saved}
     trained = {kinds[name] for name in names}
     rank = config["r"]
@@ -74,7 +75,7 @@ def _config(folder: Path) -> dict:
         raise UserError(f"bias is {config['bias']!r}; only adapters trained with bias='none' can be imported")
     for key in _MUST_BE_OFF:
         if config.get(key):
-            raise UserError(f"{key} is {config[key]!r}; merge the adapter into its base model, or train it without {key}")
+            raise UserError(f"{key} is {config[key]!r}; merge the adapter into its base model, or train without {key}")
     start = str(config.get("init_lora_weights", "")).lower()
     if start.startswith(_CHANGE_THE_BASE):
         raise UserError(
@@ -100,8 +101,8 @@ def _module(key: str, layers: dict[str, torch.nn.Linear]) -> str:
     found = _KEY.fullmatch(key)
     if found is None:
         raise UserError(
-            f"{WEIGHTS} holds {key!r}, which is not a lora_A or lora_B weight of a linear layer; adapt linear layers only, "
-            "and save with save_pretrained(folder, save_embedding_layers=False)"
+            f"{WEIGHTS} holds {key!r}, which is not a lora_A or lora_B weight of a linear layer; adapt linear layers "
+            "only, and save with save_pretrained(folder, save_embedding_layers=False)"
         )
     if found[1] not in layers:
         raise UserError(
@@ -118,8 +119,8 @@ def _key(module: str, part: str) -> str:
 def _check(key: str, value: torch.Tensor, shape: torch.Size) -> None:
     if value.shape != shape:
         raise UserError(
-            f"{key} is {list(value.shape)}, but r and the base model ask for {list(shape)}; name the base model that the "
-            "adapter was trained on"
+            f"{key} is {list(value.shape)}, but r and the base model ask for {list(shape)}; name the base model that "
+            "the adapter was trained on"
         )
     if not torch.isfinite(value).all():
         raise UserError(f"{key} holds numbers that are not finite; there is nothing to go on with")
