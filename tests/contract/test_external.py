@@ -18,7 +18,7 @@ from tinker import types
 
 from verl_tinker.core import downloads
 from verl_tinker.core.checkpoints import parse_path
-from verl_tinker.core.errors import EngineError
+from verl_tinker.core.errors import EngineError, StorageError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -285,3 +285,21 @@ def test_what_is_not_offered_is_404_with_a_reason(server):
             answer = http.request(method, path)
             assert answer.status_code == 404
             assert answer.json()["detail"] == f"{method} /api/v1{path} is not offered by this server"
+
+
+def test_a_save_stands_when_an_older_one_cannot_be_removed(start_server, connect, monkeypatch, caplog):
+    server = start_server(keep_last_checkpoints=1)
+    training = connect(server).create_lora_training_client(base_model=BASE).result(20)
+    training.save_state("a").result(20)
+
+    def refuse(path):
+        raise StorageError(f"the removal of {path} was not written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server.service.catalog._checkpoints, "delete", refuse)
+        training.save_state("b").result(20)
+    assert "weights/a was not written" in caplog.text
+    training.save_state("c").result(20)
+    rest = tinker.RestClient(base_url=server.url)
+    left = rest.list_checkpoints(training.model_id).result(20).checkpoints
+    assert [c.checkpoint_id for c in left] == ["weights/c"]

@@ -67,17 +67,17 @@ class Downloads:
         self._signer = signer
 
     async def file_links(self, checkpoint: Checkpoint) -> dict[str, Link]:
-        """A link for each file, by its name relative to the checkpoint."""
+        """A link for each file, by its name relative to the checkpoint; all expire at once."""
         if checkpoint.path.kind != "external_weights":
             raise UserError(
                 f"{checkpoint.path} is not an external weights checkpoint; save one with save_weights_external and use "
                 "the path it returns"
             )
-        names = await asyncio.to_thread(self._store.files, checkpoint)
-        return {name: self._link(checkpoint, "file", name) for name in names}
+        names, expires = await asyncio.to_thread(self._store.files, checkpoint), _end()
+        return {name: self._link(checkpoint, expires, "file", name) for name in names}
 
     def archive_link(self, checkpoint: Checkpoint) -> Link:
-        return self._link(checkpoint, _ARCHIVE)
+        return self._link(checkpoint, _end(), _ARCHIVE)
 
     async def file(self, path: CheckpointPath, name: str, link: Link) -> Path:
         checkpoint = await self._opened(path, link, "file", name)
@@ -90,8 +90,7 @@ class Downloads:
         checkpoint = await self._opened(path, link, _ARCHIVE)
         return await asyncio.to_thread(lambda: Archive(self._store.files(checkpoint)))
 
-    def _link(self, checkpoint: Checkpoint, *resource: str) -> Link:
-        expires = int(time.time()) + LINK_SECONDS
+    def _link(self, checkpoint: Checkpoint, expires: int, *resource: str) -> Link:
         return Link(expires, self._signer.sign(expires, checkpoint.uid, *resource))
 
     async def _opened(self, path: CheckpointPath, link: Link, *resource: str) -> Checkpoint:
@@ -102,6 +101,10 @@ class Downloads:
                 "ask for a new one"
             )
         return checkpoint
+
+
+def _end() -> int:
+    return int(time.time()) + LINK_SECONDS
 
 
 def _header(name: str, file: BinaryIO) -> bytes:

@@ -6,6 +6,7 @@ Owns what happens between a save command and its path or sampler. Does not write
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import shutil
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from verl_tinker.core import disk, encryption
 from verl_tinker.core.access import Caller
 from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, check_name, check_ttl
-from verl_tinker.core.errors import UserError
+from verl_tinker.core.errors import StorageError, UserError
 from verl_tinker.core.futures import Future
 from verl_tinker.core.runs import Run
 from verl_tinker.core.samplers import Sampler, SamplerTable
@@ -24,6 +25,8 @@ from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.versions import VersionTable
 from verl_tinker.engine.base import Engine
+
+log = logging.getLogger(__name__)
 
 
 class Saving:
@@ -172,7 +175,11 @@ class Saving:
         for old in await asyncio.to_thread(self._checkpoints.surplus, path.run_id, path.kind):
             if not self._samplers.in_use(old.uid):
                 await self._versions.evict_checkpoint(old.uid, f"{old.path} was removed: newer ones took its place")
-                await asyncio.to_thread(self._checkpoints.delete, old.path)
+                try:
+                    await asyncio.to_thread(self._checkpoints.delete, old.path)
+                except StorageError as error:
+                    # What was to be saved is saved, and the next save tries again.
+                    log.error("%s", error)
 
     @asynccontextmanager
     async def _discarded_on_failure(self, folder: Path, what: str) -> AsyncIterator[None]:
