@@ -1,12 +1,15 @@
 """Malformed, oversized and hostile bodies: 4xx with a JSON detail, and the server lives on."""
 
 import random
+import socket
 from pathlib import Path
 
 import pytest
 import zstandard
 from data import forward_backward_body, sft
 from raw import PROTOBUF
+from recording import Recorder
+from server import wait_until
 from tinker.proto import tinker_public_pb2 as pb
 
 from verl_tinker.api.body import MAX_BODY, MAX_DATUMS
@@ -150,3 +153,19 @@ def memory(field: str) -> int:
     """A field of this process's memory, which is the server's too, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) << 10
+
+
+def test_a_body_that_breaks_off_is_a_refusal_and_no_crash(start_server):
+    recorders = []
+
+    def wrap(app):
+        recorders.append(Recorder(app))
+        return recorders[0]
+
+    address = start_server(wrap=wrap).url.removeprefix("http://").split(":")
+    head = "POST /api/v1/asample HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(address, 10) as connection:
+        connection.sendall(head.encode() + b'{"session')
+    wait_until(lambda: recorders[0].exchanges)
+    status, answer = recorders[0].exchanges[0][4], recorders[0].exchanges[0][6]
+    assert status == 400 and b"before the whole body" in answer

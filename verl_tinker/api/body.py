@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import zstandard
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 MAX_BODY = 64 << 20
 # A datum costs memory however short it is. The SDK sends 1,024 at most in one request.
@@ -93,11 +94,14 @@ async def _read_raw(request: Request) -> bytes:
     if length.isdigit() and int(length) > MAX_BODY:
         raise _too_large(MAX_BODY)
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise _too_large(MAX_BODY)
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > MAX_BODY:
+                raise _too_large(MAX_BODY)
+            parts.append(part)
+    except ClientDisconnect:
+        raise HTTPException(400, "the connection ended before the whole body had come; send it again") from None
     return b"".join(parts)
 
 
