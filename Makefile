@@ -39,3 +39,6 @@ lock: setup  ## pin requirements/*.txt anew from pyproject.toml
 		pyproject.toml -o requirements/cpu.txt
 	$(LOCK) --python-version 3.12 --extra cuda --overrides requirements/overrides-cuda.txt \
 		--python-platform x86_64-manylinux_2_31 pyproject.toml -o requirements/cuda.txt
+	printf 'tinker==%s\ntorch==2.13.0+cpu\n' $$(tail -n 1 tests/matrix/versions.txt) | $(subst --extra test,,$(LOCK)) \
+		--python-version 3.11 --no-emit-package tinker $(foreach folder,$(PIP_FIND_LINKS),--find-links $(folder)) \
+		$(if $(PIP_FIND_LINKS),,--torch-backend cpu) - -o tests/matrix/requirements.txt
