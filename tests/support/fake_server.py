@@ -30,10 +30,13 @@ async def serve(options: argparse.Namespace) -> None:
 
     from verl_tinker.api.app import create_app
     from verl_tinker.core.access import Keys
+    from verl_tinker.core.futures import Limits
     from verl_tinker.core.service import Service
 
     engine = FakeEngine(delay=options.delay)
-    service = Service(engine, options.folder, max_runs=1000, session_timeout_s=options.session_timeout)
+    service = Service(
+        engine, options.folder, max_runs=1000, session_timeout_s=options.session_timeout,
+        max_waiting_samples=options.max_waiting_samples, limits=Limits(count=options.kept_results))
     keys = Keys(options.keys) if options.keys else None
     app = create_app(service, keys=keys, poll_seconds=options.poll_seconds)
     http = uvicorn.Server(uvicorn.Config(app, port=options.port, log_level="warning", backlog=4096))
@@ -90,6 +93,8 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that each call of the engine takes")
     parser.add_argument("--keys", type=Path, help="a file of API keys")
     parser.add_argument("--poll-seconds", type=float, default=25.0)
+    parser.add_argument("--max-waiting-samples", type=int, default=20_000)
+    parser.add_argument("--kept-results", type=int, default=20_000)
     parser.add_argument("--session-timeout", type=float, default=900.0)
     asyncio.run(serve(parser.parse_args()))
 

@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from verl_tinker.core.completions import CompletionTable
 from verl_tinker.core.errors import EngineError, NotFound, UserError
 from verl_tinker.core.futures import FutureStore, Limits
 
@@ -50,6 +51,20 @@ def test_old_results_go():
     old.fail(UserError("x"))
     store.create("b")
     assert old.request_id not in store
+
+
+def test_a_dropped_result_is_freed_for_those_who_still_hold_its_future():
+    store = FutureStore(Limits(count=1))
+    ended = CompletionTable()
+    for n in range(5):
+        future = store.create("sample")
+        store.succeed_now(future, {"n": n})
+        ended.add("sampler", n, future)
+        first = future if n == 0 else first
+    with pytest.raises(FileNotFoundError):
+        _ = first.result
+    assert future.result == {"n": 4}
+    assert [f.result["n"] for f in asyncio.run(ended.after("sampler", 0, 0, 0))[0]] == [4]
 
 
 def test_fail_pending():

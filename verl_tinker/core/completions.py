@@ -35,7 +35,8 @@ class CompletionTable:
     def add(self, sampler_id: str, seq: int, future: Future) -> None:
         ended = self._list(sampler_id, seq // CLIENT_RANGE)
         ended.ended.append(future)
-        if len(ended.ended) > _KEPT:
+        # Of what was dropped from the store, no client can read the result any more.
+        while ended.ended and (len(ended.ended) > _KEPT or ended.ended[0].is_dropped):
             ended.ended.popleft()
             ended.first += 1
         ended.grown.set()

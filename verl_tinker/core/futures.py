@@ -63,6 +63,7 @@ class Future:
         self.state: Callable[[], str] = lambda: ""
         self.size = 0
         self._kept: Any = None
+        self.is_dropped = False
         self._on_settled = on_settled
         self._event = asyncio.Event()
 
@@ -72,7 +73,9 @@ class Future:
 
     @property
     def result(self) -> Any:
-        """What the codec made of the result; read from disk when it lies there."""
+        """What the codec made of the result; read from disk when it lies there. FileNotFoundError once it was dropped."""
+        if self.is_dropped:
+            raise FileNotFoundError(f"the result of {self.request_id} was dropped")
         if isinstance(self._kept, _OnDisk):
             return self._kept.read()
         return self._kept
@@ -98,8 +101,10 @@ class Future:
         self._on_settled(self)
 
     def forget(self) -> None:
+        """Drop the result. Command logs and completion lists hold on to the future itself, which is small."""
         if isinstance(self._kept, _OnDisk):
             self._kept.file.unlink(missing_ok=True)
+        self._kept, self.is_dropped = None, True
 
     async def wait(self, seconds: float) -> bool:
         """Wait until the future is settled, or for `seconds`; tells whether it is settled."""
