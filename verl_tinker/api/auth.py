@@ -12,7 +12,7 @@ from fastapi import Depends, HTTPException, Request
 from verl_tinker.core.access import Caller, Keys
 
 
-def get_caller(request: Request) -> Caller:
+async def get_caller(request: Request) -> Caller:
     """The name of the caller's key; None on a server without keys. 401 for a key that nobody has."""
     keys: Keys | None = request.app.state.keys
     if keys is None:

@@ -13,7 +13,7 @@ from verl_tinker.api.auth import CallerDep
 from verl_tinker.core.service import Service
 
 
-def get_service(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
     return request.app.state.service
 
 

@@ -26,7 +26,7 @@ Scope = Literal["owned", "accessible"]
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-def checkpoint_path(run_id: str, kind: str, name: str) -> str:
+async def checkpoint_path(run_id: str, kind: str, name: str) -> str:
     return f"tinker://{run_id}/{kind}/{name}"
 
 

@@ -27,7 +27,7 @@ router = APIRouter(dependencies=[Depends(require_ready)])
 open_router = APIRouter()
 
 
-def read_link(expires: int, signature: Annotated[str, Query(max_length=128)]) -> Link:
+async def read_link(expires: int, signature: Annotated[str, Query(max_length=128)]) -> Link:
     return Link(expires, signature)
 
 
