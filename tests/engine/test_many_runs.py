@@ -25,7 +25,8 @@ def program(name: str, vocabulary: int) -> list[tuple]:
     """One run's commands: accumulated gradients, a batch that fails, a forward without gradient, steps, a reload."""
     good = [numerics.batch(vocabulary, lengths=(9, 5, 12), seed=ord(name) * 10 + n) for n in range(3)]
     first = good[0][0]
-    broken = [good[0][1], Datum(first.tokens, {**first.inputs, "target_tokens": np.full(len(first.tokens), 10**9)})]
+    # One for each rank: the ranks of a group wait for each other when only some of them fail.
+    broken = [good[0][1], *[Datum(first.tokens, {**first.inputs, "target_tokens": np.full(len(first.tokens), 10**9)})] * 3]
     return [("train", good[0]), ("train", good[1]), ("fail", broken), ("step",), ("save",), ("train", good[2]),
             ("forward", good[0]), ("step",), ("load",), ("fail", broken), ("train", good[1]), ("step",)]
 

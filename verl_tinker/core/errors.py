@@ -41,6 +41,10 @@ class EngineError(TinkerError):
     """The engine failed; nothing was applied unless the text says otherwise."""
 
 
+class Unresponsive(EngineError):
+    """A worker did not answer in time; what it was asked may still be going on."""
+
+
 class SyncError(EngineError):
     """Sampler and trainer disagree after a weight transfer; the version is not served."""
 

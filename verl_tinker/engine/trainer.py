@@ -6,17 +6,22 @@ Owns the Ray handles of the trainer and the time limit of every wait for it. Doe
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import ray
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
+from verl_tinker.core.errors import EngineError, Unresponsive
 from verl_tinker.core.types import Datum, ForwardBackwardResult
 from verl_tinker.engine.batches import make_batch, read_losses, read_logprobs
 from verl_tinker.engine.settings import EngineSettings
 from verl_tinker.engine.waiting import answer_of
 from verl_tinker.engine.worker import TinkerWorker
+
+# How long the other ranks may take to fail too, or to end what they do.
+_REGROUP_SECONDS = 60.0
 
 
 class Trainer:
@@ -27,6 +32,7 @@ class Trainer:
         self.environment = environment
         self.group: RayWorkerGroup | None = None
         self.pool: RayResourcePool | None = None
+        self.stuck: Unresponsive | None = None
 
     async def start(self) -> None:
         await self._bounded(self._start, limit=self.settings.start_timeout_s)
@@ -55,7 +61,17 @@ class Trainer:
         """One batch through the selected run; `run_id` None is the base model, forward only."""
         batch = await asyncio.to_thread(make_batch, run_id, data, loss_fn, config, self.dp_size)
         await self.call("select_run", run_id)
-        return await self._bounded(self._run_batch, batch, data, loss_fn, config, backward)
+        try:
+            return await self._bounded(self._run_batch, batch, data, loss_fn, config, backward)
+        except EngineError:
+            await self._find_stuck()
+            raise
+
+    async def _find_stuck(self) -> None:
+        """After a failure: a rank that failed alone leaves the others in a collective that never ends."""
+        if self.group.world_size > 1 and self.stuck is None:
+            with suppress(EngineError):
+                await self._bounded(self.group.ping, limit=_REGROUP_SECONDS)
 
     def _run_batch(self, batch, data: list[Datum], loss_fn: str, config: dict[str, float], backward: bool) -> ForwardBackwardResult:
         output = self.group.forward_backward(batch) if backward else self.group.compute_log_prob(batch)
@@ -72,8 +88,14 @@ class Trainer:
 
     async def _bounded(self, function, *args, limit: float | None = None) -> Any:
         limit = limit or self.settings.timeout_s
-        name = getattr(function, "__name__", str(function))
-        return await answer_of("the trainer", name, asyncio.to_thread(function, *args), limit)
+        # verl names the class of a bound method after it.
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            return await answer_of("the trainer", name, asyncio.to_thread(function, *args), limit)
+        except Unresponsive as error:
+            # Its workers wait for each other for ever when one of them failed alone.
+            self.stuck = error
+            raise
 
     def close(self) -> None:
         if self.group is not None:

@@ -98,7 +98,10 @@ class VerlEngine:
         await asyncio.to_thread(self.cluster.stop)
 
     async def check(self) -> None:
-        """Raise when a worker is dead. A trainer answers between commands only, so its answer may be to an earlier call."""
+        """Raise when a worker is dead or stuck. A trainer answers between commands only, so its answer may be to an
+        earlier call."""
+        if self.trainer.stuck:
+            raise self.trainer.stuck
         if self._trainer_ping is None:
             self._trainer_ping = asyncio.create_task(self.trainer.call("ping"))
         if self.sampler is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from verl_tinker.core.errors import EngineError, TinkerError
+from verl_tinker.core.errors import EngineError, TinkerError, Unresponsive
 
 
 async def answer_of(who: str, method: str, waiting: Awaitable, limit_s: float) -> Any:
@@ -19,7 +19,7 @@ async def answer_of(who: str, method: str, waiting: Awaitable, limit_s: float) -
     try:
         return await asyncio.wait_for(_awaited(waiting), limit_s)
     except TimeoutError:
-        raise EngineError(f"{who} did not answer {method} within {limit_s:.0f} s") from None
+        raise Unresponsive(f"{who} did not answer {method} within {limit_s:.0f} s") from None
     except ray.exceptions.RayTaskError as error:
         # What Ray raises may be our type too, but its text is a traceback.
         raise _cause(error, who, method) from error
