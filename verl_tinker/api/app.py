@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from verl_tinker.api import (
+    describe,
     errors,
     flags,
     routes_catalog,
@@ -42,7 +43,7 @@ def create_app(
     whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
     Without `keys` everybody may call and sees everything. `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
     """
-    app = FastAPI(title="verl-tinker", lifespan=_lifespan, openapi_url=None)
+    app = FastAPI(title="verl-tinker", lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     service.futures.codec = WireCodec()
     app.state.keys = keys
@@ -67,6 +68,7 @@ def create_app(
         api.include_router(router)
     app.include_router(api)
     errors.install(app)
+    describe.install(app)
     return app
 
 

@@ -43,6 +43,7 @@ def json_body(model: type[Model]) -> Any:
     async def parse(request: Request) -> Model:
         return await read_json(request, model)
 
+    parse.body_model = model
     return Depends(parse)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from verl_tinker.core.errors import CapacityError, Evicted, NotFound, Overloaded, RunLost, TinkerError, UserError
@@ -20,6 +21,7 @@ _STATUS = ((NotFound, 404), (RunLost, 404), (Overloaded, 429), (Evicted, 410), (
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(TinkerError, _refuse)
+    app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(404, _not_offered)
     app.add_exception_handler(Exception, _crash)
 
@@ -29,6 +31,11 @@ async def _not_offered(request: Request, error: HTTPException) -> JSONResponse:
     nothing = error.detail == "Not Found"
     detail = f"{request.method} {request.url.path} is not offered by this server" if nothing else error.detail
     return JSONResponse({"detail": detail}, 404, error.headers)
+
+
+async def _bad_parameter(request: Request, error: RequestValidationError) -> JSONResponse:
+    problems = [f"{'.'.join(str(part) for part in p['loc'])}: {p['msg']}" for p in error.errors()]
+    return JSONResponse({"detail": "; ".join(problems)}, 422)
 
 
 async def _refuse(request: Request, error: TinkerError) -> JSONResponse:
