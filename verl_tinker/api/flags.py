@@ -24,7 +24,7 @@ CLIENT_CONFIG = MappingProxyType(
         "sample_no_retries": False,
         "sample_max_concurrent_requests": 1000,
         "use_pyqwest_transport": True,
-        "sample_use_retrieve_futures": False,
+        "sample_use_retrieve_futures": True,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": True,
         "proto_write_fwdbwd": True,
@@ -33,7 +33,7 @@ CLIENT_CONFIG = MappingProxyType(
     }
 )
 
-DYNAMIC_CONFIG = MappingProxyType({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+DYNAMIC_CONFIG = MappingProxyType({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
 def chosen(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
