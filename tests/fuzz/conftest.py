@@ -17,7 +17,8 @@ def live(tmp_path_factory):
         saved = raw.result(raw.post("save_weights", model_id=raw.model, seq_id=1, path="a")["request_id"])
         names = {
             "session_id": raw.session, "model_id": raw.model, "run_id": raw.model, "base_model": raw.base_model,
-            "sampling_session_id": raw.base_sampler(), "sampler_id": raw.base_sampler(), "request_id": raw.optim_step(2),
+            "sampling_session_id": raw.base_sampler(), "sampler_id": raw.base_sampler(),
+            "request_id": raw.optim_step(2),
             "tinker_path": saved["path"], "source_path": saved["path"], "kind": "weights", "name": "a",
         }
         yield SimpleNamespace(server=server, raw=raw, http=http, names=names)

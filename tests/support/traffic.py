@@ -19,7 +19,7 @@ CLIENTS = Path(__file__).parents[1] / "load" / "clients.py"
 
 @dataclass
 class Report:
-    """What the clients saw. Memory in bytes: of the server before, at its most that was seen, and afterwards."""
+    """What the clients saw, and the server's resident bytes before and after."""
 
     seconds: list[float]
     ids: list[str]
@@ -43,7 +43,8 @@ class Load:
         before, share = self.memory().rss, samples // processes
         try:
             background = [self._start(what, "--until", str(self._until)) for what in ("training", "heartbeats")]
-            clients = [self._start("samples", "--first", str(n * share), "--count", str(share)) for n in range(processes)]
+            ranges = [("--first", str(n * share), "--count", str(share)) for n in range(processes)]
+            clients = [self._start("samples", *options) for options in ranges]
             answers = [self._finish(client) for client in clients]
             self._until.touch()
             training, heartbeats = (self._finish(client) for client in background)
