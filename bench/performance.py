@@ -17,7 +17,19 @@ from statistics import median
 
 import numpy as np
 from peers import Peer
-from workload import CONCURRENCY, LENGTH, MODEL, NEW_TOKENS, RANK, ROOT, SEQUENCES, prompts, tiny_rows, train_rows
+from workload import (
+    CONCURRENCY,
+    LENGTH,
+    LOAD_HEADING,
+    MODEL,
+    NEW_TOKENS,
+    RANK,
+    ROOT,
+    SEQUENCES,
+    prompts,
+    tiny_rows,
+    train_rows,
+)
 
 os.environ.setdefault("TINKER_API_KEY", "tml-bench")
 
@@ -174,7 +186,9 @@ def _processor() -> str:
 
 def main() -> None:
     text = page(overhead(), *small_model())
-    (ROOT / "docs" / "performance.md").write_text(text)
+    file = ROOT / "docs" / "performance.md"
+    _, heading, load = file.read_text().partition(LOAD_HEADING)
+    file.write_text(text + (f"\n{heading}{load}" if heading else ""))
     print(text)
 
 

@@ -17,6 +17,8 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 RANK = 32
 NEW_TOKENS, CONCURRENCY = 64, (1, 16, 64)
 SEQUENCES, LENGTH = 16, 256
+# The last section of docs/performance.md, which a program of its own measures.
+LOAD_HEADING = "## Many samples at once"
 
 
 def prompts(count: int) -> list[list[int]]:
