@@ -73,7 +73,7 @@ def test_a_copy_is_read_with_the_token_of_its_owner_and_belongs_to_the_copier(tw
 
     token = "X-Tinker-Weights-Access-Token"
     assert copy().status_code == 404
-    assert copy(**{token: "tml-nobody"}).status_code == 401
+    assert copy(**{token: "tml-nobody"}).status_code == 400
     first, again = (copy(**{token: secrets["alice"], "X-Idempotency-Key": "k"}).json()["tinker_path"] for _ in range(2))
     assert first == again
     mine = [[c["tinker_path"] for c in raw.http.get("/checkpoints").json()["checkpoints"]] for raw in (alice, bob)]
@@ -82,6 +82,19 @@ def test_a_copy_is_read_with_the_token_of_its_owner_and_belongs_to_the_copier(tw
     assert same_key != first
     loaded = bob.post("load_weights", session_id=bob.session, model_seq_id=0, path=first)
     assert bob.result(loaded["request_id"])["path"] == first
+
+
+def test_a_run_is_created_from_the_state_of_another_key_with_its_token(two):
+    alice, bob, secrets = two
+    body = {"session_id": bob.session, "path": f"tinker://{alice.model}/weights/a"}
+
+    def load(number, **more):
+        return bob.result(bob.post("load_weights", **body, model_seq_id=number, **more)["request_id"])
+
+    assert "there is no checkpoint" in load(0)["error"]
+    refused = load(1, weights_access_token="tml-nobody")
+    assert refused["category"] == "user" and "weights_access_token is not a key of this server" in refused["error"]
+    assert load(2, weights_access_token=secrets["alice"])["model_id"] == f"{bob.session}:train:2"
 
 
 def test_sessions_are_listed_searched_and_moved_by_their_key_alone(two):

@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, HTTPException, Request
 
 from verl_tinker.core.access import Caller, Keys
+from verl_tinker.core.errors import UserError
 
 
 async def get_caller(request: Request) -> Caller:
@@ -24,6 +25,17 @@ async def get_caller(request: Request) -> Caller:
             "python -m verl_tinker.keys add NAME"
         )
     return name
+
+
+def reader_of(request: Request, caller: Caller, token: str | None) -> Caller:
+    """Who reads a checkpoint: the caller, or the holder of the key that the client sends for it; UserError for no key."""
+    keys: Keys | None = request.app.state.keys
+    if keys is None or token is None:
+        return caller
+    reader = keys.caller(token)
+    if reader is None:
+        raise UserError("weights_access_token is not a key of this server; leave it out, or ask for one")
+    return reader
 
 
 CallerDep = Annotated[Caller, Depends(get_caller)]

@@ -11,12 +11,12 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from verl_tinker.core.errors import CapacityError, Evicted, NotFound, Overloaded, RunLost, TinkerError, UserError
+from verl_tinker.core.errors import CapacityError, Evicted, NotFound, Overloaded, RunLost, StorageError, TinkerError, UserError
 
 log = logging.getLogger(__name__)
 
 # 402, 408, 409, 429 and 5xx make the SDK repeat a call, so a user's mistake has none of these.
-_STATUS = ((NotFound, 404), (RunLost, 404), (Overloaded, 429), (Evicted, 410), (CapacityError, 400), (UserError, 400), (TinkerError, 500))
+_STATUS = ((NotFound, 404), (RunLost, 404), (Overloaded, 429), (Evicted, 410), (CapacityError, 400), (StorageError, 400), (UserError, 400), (TinkerError, 500))
 
 
 def install(app: FastAPI) -> None:

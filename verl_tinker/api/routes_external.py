@@ -14,11 +14,10 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from verl_tinker.api import wire_catalog
-from verl_tinker.api.auth import CallerDep
+from verl_tinker.api.auth import CallerDep, reader_of
 from verl_tinker.api.body import json_body
 from verl_tinker.api.context import ServiceDep, require_ready
 from verl_tinker.api.routes_catalog import CHECKPOINT, PathDep
-from verl_tinker.core.access import Caller
 from verl_tinker.core.checkpoints import parse_path
 from verl_tinker.core.downloads import Link
 
@@ -82,7 +81,8 @@ async def copy_weights(
     caller: CallerDep,
     body: wire_catalog.CopyWeights = json_body(wire_catalog.CopyWeights),
 ) -> dict:
-    source = await service.catalog.checkpoint(_reader(request, caller), body.source_path)
+    reader = reader_of(request, caller, request.headers.get("x-tinker-weights-access-token"))
+    source = await service.catalog.checkpoint(reader, body.source_path)
     run_id, project_id = None, body.destination_project_id
     if body.session_id is not None:
         if body.model_seq_id is None:
@@ -92,17 +92,6 @@ async def copy_weights(
     key = request.headers.get("x-idempotency-key")
     path = await service.copying.copy(source, caller or "", run_id, project_id, body.ttl_seconds, key)
     return {"tinker_path": str(path)}
-
-
-def _reader(request: Request, caller: Caller) -> Caller:
-    """Who reads the source of a copy: the holder of another account's key, when the client sends that."""
-    keys, token = request.app.state.keys, request.headers.get("x-tinker-weights-access-token")
-    if keys is None or token is None:
-        return caller
-    reader = keys.caller(token)
-    if reader is None:
-        raise HTTPException(401, "weights_access_token is not a key of this server; leave it out, or ask for one")
-    return reader
 
 
 def _address(request: Request, path: str, rest: str, link: Link) -> str:

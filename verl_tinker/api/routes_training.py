@@ -10,7 +10,7 @@ import asyncio
 from fastapi import APIRouter, Depends, HTTPException, Request
 
 from verl_tinker.api import proto, wire
-from verl_tinker.api.auth import CallerDep
+from verl_tinker.api.auth import CallerDep, reader_of
 from verl_tinker.api.body import json_body, off_loop, read_body, read_json
 from verl_tinker.api.context import ServiceDep, require_ready
 from verl_tinker.api.results import PROTOBUF
@@ -86,11 +86,20 @@ async def optim_step(service: ServiceDep, caller: CallerDep, body: wire.OptimSte
 
 
 @router.post("/load_weights")
-async def load_weights(service: ServiceDep, caller: CallerDep, body: wire.LoadWeights = json_body(wire.LoadWeights)) -> dict:
-    if body.model_id is not None:
-        return _accepted(service.training.load_weights(caller, body.model_id, body.seq_id, body.path, body.optimizer))
-    if body.session_id is None or body.model_seq_id is None:
+async def load_weights(
+    request: Request, service: ServiceDep, caller: CallerDep, body: wire.LoadWeights = json_body(wire.LoadWeights)
+) -> dict:
+    if body.model_id is None and (body.session_id is None or body.model_seq_id is None):
         raise HTTPException(422, "give model_id, or session_id and model_seq_id to create a model from the path")
+    try:
+        reader = reader_of(request, caller, body.weights_access_token)
+    except UserError as error:
+        model_id = body.model_id or f"{body.session_id}:train:{body.model_seq_id}"
+        return _accepted(service.training.refused("load_weights", model_id, error, caller))
+    if body.model_id is not None:
+        return _accepted(
+            service.training.load_weights(caller, body.model_id, body.seq_id, body.path, body.optimizer, reader)
+        )
     return _accepted(
         service.training.create_from_state(
             caller,
@@ -101,6 +110,7 @@ async def load_weights(service: ServiceDep, caller: CallerDep, body: wire.LoadWe
             body.base_model,
             body.optimizer_config.type,
             body.user_metadata,
+            reader,
         )
     )
 

@@ -143,6 +143,7 @@ class LoadWeights(Wire):
     base_model: str | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: Metadata = {}
+    weights_access_token: str | None = None
 
 
 class WeightsInfo(Wire):

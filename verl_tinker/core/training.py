@@ -81,9 +81,12 @@ class Training:
         base_model: str | None,
         optimizer: str,
         user_metadata: dict[str, str],
+        reader: Caller,
     ) -> Future:
+        """`reader`: whose checkpoints may be loaded, the caller's or those of a key that it has been given."""
+
         async def resume(session: Session, run_id: str) -> dict:
-            checkpoint = self._training_checkpoint(path, session.owner)
+            checkpoint = self._training_checkpoint(path, reader)
             if base_model not in (None, checkpoint.spec.base_model):
                 raise UserError(
                     f"base_model {base_model!r} does not fit {path}, saved from {checkpoint.spec.base_model!r}"
@@ -115,7 +118,7 @@ class Training:
                 return known
             self._sessions.open(session_id, caller)
         except TinkerError as error:
-            return self._refused(kind, run_id, error, caller)
+            return self.refused(kind, run_id, error, caller)
 
         async def begin() -> dict:
             return await action(session, run_id)
@@ -164,14 +167,14 @@ class Training:
         await self._versions.evict_group(run.run_id, f"the training run {run.run_id} was dropped: {reason}")
         await self._engine.drop_model(run.run_id)
 
-    def _training_checkpoint(self, path: str, owner: str) -> Checkpoint:
+    def _training_checkpoint(self, path: str, reader: Caller) -> Checkpoint:
         parsed = parse_path(path)
         if parsed.kind != "weights":
             raise UserError(
                 f"path: {path} is a {KINDS[parsed.kind]} checkpoint, which cannot be trained on; load a path that "
                 "save_state returned"
             )
-        return self._checkpoints.get(parsed, owner or None)
+        return self._checkpoints.get(parsed, reader)
 
     # Steps
 
@@ -206,10 +209,10 @@ class Training:
         return self.submit(caller, model_id, seq, "optim_step", self.on_run(model_id, step))
 
     def load_weights(
-        self, caller: Caller, model_id: str, seq: int | None, path: str, with_optimizer: bool
+        self, caller: Caller, model_id: str, seq: int | None, path: str, with_optimizer: bool, reader: Caller
     ) -> Future:
         async def load(run: Run) -> dict:
-            checkpoint = self._training_checkpoint(path, run.session.owner)
+            checkpoint = self._training_checkpoint(path, reader)
             check_same_shape(run.spec, checkpoint.spec, path)
             await self._engine.load_state(model_id, self._checkpoints.folder(checkpoint.path), with_optimizer)
             run.has_gradient = False
@@ -224,10 +227,10 @@ class Training:
         run = self._runs.find(model_id)
         owner = run.session.owner if run else self._journal.run_owner(model_id)
         if owner is not None and not may_see(caller, owner):
-            return self._refused(kind, model_id, self._runs.unknown(model_id), caller)
+            return self.refused(kind, model_id, self._runs.unknown(model_id), caller)
         if not self._queue.knows(model_id):
             recalled = self._recalled(model_id, seq)
-            return recalled or self._refused(kind, model_id, self._runs.absent(model_id), caller)
+            return recalled or self.refused(kind, model_id, self._runs.absent(model_id), caller)
         if run:
             if run.session.finished:
                 work = _refusing(UserError(
@@ -262,7 +265,7 @@ class Training:
             return None
         return self._queue.recall(record, self._runs.absent(record.run_id))
 
-    def _refused(self, kind: str, model_id: str, error: TinkerError, caller: Caller) -> Future:
+    def refused(self, kind: str, model_id: str, error: TinkerError, caller: Caller) -> Future:
         future = self._futures.create(kind, model_id, caller or "")
         future.fail(error)
         return future
