@@ -114,6 +114,7 @@ class Server:
         import uvicorn
 
         from verl_tinker.api.app import create_app
+        from verl_tinker.api.limits import BoundedProtocol
         from verl_tinker.core.access import Keys
         from verl_tinker.core.service import Service
         from verl_tinker.engine.verl_engine import VerlEngine
@@ -136,7 +137,7 @@ class Server:
             app = create_app(
                 self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set, keys=keys)
             http = uvicorn.Server(uvicorn.Config(
-                app, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
+                app, http=BoundedProtocol, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
             # uvicorn would take the signals for itself and end before the engine is closed.
             http.install_signal_handlers = lambda: None
             http.capture_signals = _no_signals

@@ -29,6 +29,7 @@ async def serve(options: argparse.Namespace) -> None:
     from fake_engine import FakeEngine
 
     from verl_tinker.api.app import create_app
+    from verl_tinker.api.limits import BoundedProtocol
     from verl_tinker.core.access import Keys
     from verl_tinker.core.futures import Limits
     from verl_tinker.core.service import Service
@@ -39,7 +40,7 @@ async def serve(options: argparse.Namespace) -> None:
         max_waiting_samples=options.max_waiting_samples, limits=Limits(count=options.kept_results))
     keys = Keys(options.keys) if options.keys else None
     app = create_app(service, keys=keys, poll_seconds=options.poll_seconds)
-    http = uvicorn.Server(uvicorn.Config(app, port=options.port, log_level="warning", backlog=4096))
+    http = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, port=options.port, log_level="warning", backlog=4096))
     tasks = [asyncio.create_task(service.start()), asyncio.create_task(service.keep_house(1.0))]
     await http.serve()
     for task in tasks:

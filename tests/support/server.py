@@ -15,6 +15,7 @@ import uvicorn
 from fake_engine import FakeEngine
 
 from verl_tinker.api.app import create_app
+from verl_tinker.api.limits import BoundedProtocol
 from verl_tinker.core.service import Service
 
 
@@ -46,7 +47,8 @@ class TestServer:
         self._http = None
         self.service = Service(self.engine, self._checkpoint_dir, **self._options)
         app = create_app(self.service, on_shutdown=self.shutdown_asked.set, **self._app_options)
-        config = uvicorn.Config(self._wrap(app), log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=90)
+        config = uvicorn.Config(self._wrap(app), http=BoundedProtocol, log_level="warning",
+                                timeout_graceful_shutdown=2, timeout_keep_alive=90)
         self._http = uvicorn.Server(config)
         self.loop = asyncio.get_running_loop()
         starting = asyncio.create_task(self.service.start())

@@ -43,3 +43,12 @@ def test_the_core_sees_only_the_protocol_of_the_engine():
     for file in (ROOT / "core").rglob("*.py"):
         seen = {name for name in imports(file) if name.startswith("verl_tinker.engine.")}
         assert seen <= {"verl_tinker.engine.base", "verl_tinker.engine.base.Engine"}, file
+
+
+def test_no_pickle_is_ever_read():
+    """Checkpoints come from users: safetensors and JSON hold no code."""
+    loaders = {"torch.load", "pickle.load", "pickle.loads", "joblib.load", "numpy.load", "np.load", "yaml.load"}
+    for file in ROOT.rglob("*.py"):
+        assert not imports(file) & {"pickle", "cloudpickle", "dill", "joblib"}, file
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)}
+        assert not calls & loaders, file

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 MAX_BODY = 64 << 20
 # A datum costs memory however short it is. The SDK sends 1,024 at most in one request.
 MAX_DATUMS = 16_384
+BODY_SECONDS = 120.0
 _MAX_WINDOW = 16 << 20
 _STEP = 1 << 20
 _BIG = 64 << 10
@@ -96,11 +97,14 @@ async def _read_raw(request: Request) -> bytes:
         raise _too_large(MAX_BODY)
     parts, size = [], 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_BODY:
-                raise _too_large(MAX_BODY)
-            parts.append(part)
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY:
+                    raise _too_large(MAX_BODY)
+                parts.append(part)
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_SECONDS:.0f} s; send it again") from None
     except ClientDisconnect:
         raise HTTPException(400, "the connection ended before the whole body had come; send it again") from None
     return b"".join(parts)
