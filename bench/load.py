@@ -21,9 +21,9 @@ from traffic import Load, Report
 
 
 def measured(samples: int, processes: int) -> list[Report]:
-    """Two rounds on one server, which keeps 200 results: what the second adds to its memory would be added for ever."""
+    """Two rounds on one server that keeps 5,000 results: what the second adds to its memory would be added for ever."""
     with tempfile.TemporaryDirectory() as folder:
-        server = FakeServer(Path(folder) / "server", "--delay", "0.005", "--kept-results", "200").start()
+        server = FakeServer(Path(folder) / "server", "--delay", "0.005", "--kept-results", "5000").start()
         try:
             return [_round(server, Path(folder) / str(n), samples, processes) for n in range(2)]
         finally:
@@ -31,7 +31,6 @@ def measured(samples: int, processes: int) -> list[Report]:
 
 
 def _round(server: FakeServer, folder: Path, samples: int, processes: int) -> Report:
-    folder.mkdir()
     return Load(server, folder, 1200).run(samples, processes)
 
 
@@ -42,8 +41,9 @@ def section(rounds: list[Report], samples: int, processes: int) -> str:
     lines = [
         LOAD_HEADING, "",
         f"Made by `python bench/load.py` on {os.cpu_count()} cores, which clients and server share,",
-        f"{time.strftime('%Y-%m-%d')}: {samples} samples of 4 tokens, all at once, from {processes} processes with the SDK,",
-        "beside one process that trains and one that beats. The engine is the tests' (5 ms a call): this is the cost of SDK, HTTP, queue and futures.", "",
+        f"{time.strftime('%Y-%m-%d')}: {samples} samples of 4 tokens, all at once, from {processes} processes with the",
+        "SDK, beside one process that trains and one that beats. The engine is the tests' (5 ms a call), so these are",
+        "the costs of SDK, HTTP, queue and futures.", "",
         "| | p50 | p99 |", "|---|---|---|",
         _row("from the call of `sample` to its answer, in the burst", last.seconds),
         _row("heartbeat, beside it", last.heartbeats["seconds"]), "",

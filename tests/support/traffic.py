@@ -34,6 +34,7 @@ class Load:
     """`samples` requests, divided among `processes`, beside one process that trains and one that beats."""
 
     def __init__(self, server: FakeServer, folder: Path, seconds: float):
+        folder.mkdir(parents=True, exist_ok=True)
         self._server, self._until, self._seconds = server, folder / "until", seconds
         self._clients: list[subprocess.Popen] = []
         self.memory = psutil.Process(server.process.pid).memory_info
