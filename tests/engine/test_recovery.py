@@ -111,13 +111,14 @@ def test_a_killed_trainer_and_a_killed_sampler(server):
 
 
 @pytest.mark.full
-def test_ray_that_is_killed_takes_the_server_along_and_the_next_one_goes_on(tmp_path):
-    """Ray ends every process that is connected to a killed raylet, the server's own too."""
+@pytest.mark.parametrize("name", ["raylet", "verl_tinker.start"])
+def test_after_the_death_of_the_server_the_next_one_goes_on(tmp_path, name):
+    """Its own, or Ray's, which ends every process that is connected to it."""
     process, url = start_server(tmp_path, TINY)
     members = family(process.pid)
     before = Before(url)
     pending = before.work("training")
-    victim(process, "raylet").kill()
+    (process if name == "verl_tinker.start" else victim(process, name)).kill()
     assert process.wait(timeout=120) != 0
     _, alive = psutil.wait_procs(members, timeout=180)
     assert not alive, [p.cmdline()[:3] for p in alive]
