@@ -60,12 +60,14 @@ class Service:
         max_concurrent_samples: int = 64,
         max_waiting_samples: int = 20_000,
         keep_last_checkpoints: int = 0,
-        limits: Limits = Limits(),
+        limits: Limits | None = None,
     ):
         """`max_loaded_versions` is for each live run, and once more for the checkpoints of all other runs."""
         self.engine = engine
         self.health = Health("starting", phase="created")
         self.journal = Journal(checkpoint_dir / STATE_FOLDER)
+        # Results that nobody has read yet must not be dropped for the next ones of the same burst.
+        limits = limits or Limits(count=max(Limits.count, 2 * max_waiting_samples))
         self.futures = FutureStore(limits, self.journal.results_folder())
         self.sessions = SessionTable(session_timeout_s, self.journal)
         self.runs = RunTable(self.sessions, max_runs, self.journal, self._resume_path)
