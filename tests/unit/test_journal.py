@@ -1,5 +1,7 @@
 """What a second process reads of the first one's journal."""
 
+import time
+
 import pytest
 
 from verl_tinker.core.errors import EngineError, StateInUse
@@ -63,3 +65,18 @@ def test_a_journal_that_cannot_be_written_accepts_nothing():
     with pytest.raises(EngineError, match="server.checkpoint_dir cannot be written .* nothing was accepted"):
         journal.accept("r1", "run", 1, "optim_step", "")
     journal.settle("r1", Outcome())
+
+
+def test_old_commands_are_forgotten_with_the_next_start(tmp_path, monkeypatch):
+    first = Journal(tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 31 * 86400)
+    first.accept("old", "run", 1, "optim_step", "")
+    first.settle("old", Outcome(result={}))
+    monkeypatch.setattr(time, "time", lambda: now)
+    first.accept("new", "run", 2, "optim_step", "")
+    first.close()
+    second = Journal(tmp_path)
+    assert second.command_of_request("old") is None and second.command("run", 2).request_id == "new"
+    assert second._db.execute("SELECT count(*) FROM outcome").fetchone() == (0,)
+    second.close()

@@ -1,6 +1,6 @@
 """Downloads: signed links to the files of a checkpoint, and all of them as one tar.
 
-Owns how long a link holds and which files it may lead to. Does not speak HTTP: `verl_tinker.api.routes_downloads` does.
+Owns how long a link holds and which files it may lead to. Does not speak HTTP: `verl_tinker.api.routes_external` does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The journal: what the server has accepted and how it ended, on disk, so that a restarted server can answer for it.
 
-Owns one SQLite file in WAL mode and the lock that keeps a second server off it. Rows are added and never changed. Does
-not hold weights or large results: checkpoints have folders of their own, and array results die with the process.
+Owns one SQLite file in WAL mode and the lock that keeps a second server off it. Rows are added, never changed, and
+those of commands go after thirty days. Does not hold weights or large results: checkpoints have folders of their own, and
+array results die with the process.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ CREATE TABLE IF NOT EXISTS sampler (id TEXT PRIMARY KEY, owner TEXT, session TEX
 CREATE INDEX IF NOT EXISTS sampler_session ON sampler (session);
 CREATE INDEX IF NOT EXISTS sampler_checkpoint ON sampler (uid);
 """
+
+_KEPT_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ class Journal:
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(_SCHEMA)
         now, reason = time.time(), "the server that held it stopped or was killed, and started again"
+        # No run is live here yet, so no client can repeat a command of that age.
+        self._write("DELETE FROM outcome WHERE request IN (SELECT request FROM command WHERE at < ?)", now - _KEPT_SECONDS)
+        self._write("DELETE FROM command WHERE at < ?", now - _KEPT_SECONDS)
         self._write("INSERT INTO run_end SELECT id, ?, ?, 'server' FROM run WHERE id NOT IN (SELECT id FROM run_end)", now, reason)
 
     @staticmethod

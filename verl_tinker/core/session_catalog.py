@@ -14,6 +14,7 @@ from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sessions import Session, SessionTable
 from verl_tinker.core.store import CheckpointStore
 
+
 @dataclass(frozen=True)
 class SessionView:
     """A session with what it made. `is_live`: it has not finished and shows signs of life."""
@@ -42,6 +43,8 @@ class SessionQuery:
 
 
 class SessionCatalog:
+    """Reads sessions from memory, and what they made from the disk, off the event loop."""
+
     def __init__(self, sessions: SessionTable, samplers: SamplerTable, checkpoints: CheckpointStore):
         self._sessions = sessions
         self._samplers = samplers
