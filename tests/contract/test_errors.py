@@ -23,7 +23,10 @@ def datum(tokens, **inputs):
 
 BAD_BATCHES = {
     "unknown loss": ([sft()], "cross_entrpy", None, "did you mean 'cross_entropy'"),
-    "known loss that is not here": ([rl()], "gspo", None, "cispo, cross_entropy, dro, importance_sampling, ppo"),
+    "known loss that is not here": (
+        [rl()], "custom", None, "cispo, cross_entropy, dro, gspo, importance_sampling, ppo, stable_reinforce"),
+    "mask of gspo": ([rl()], "gspo", None, r"'sequence_ratio_mask'\] is missing"),
+    "no provenance": ([rl()], "stable_reinforce", None, r"data\[0\].loss_fn_input_spans is missing"),
     "missing input": ([sft(), sft()], "ppo", None, r"data\[0\].loss_fn_inputs\['logprobs'\] is missing"),
     "ragged": (
         [sft(), datum([1, 2, 3], target_tokens=([4, 5], "int64"))],
@@ -49,12 +52,14 @@ BAD_BATCHES = {
     "config key": ([rl()], "ppo", {"clip_low_treshold": 0.5}, "did you mean 'clip_low_threshold'"),
     "config of no config": ([sft()], "cross_entropy", {"beta": 0.5}, "it has no settings"),
     "config text": ([rl()], "dro", {"beta": "high"}, "give a finite number"),
-    "per-token thresholds": (
-        [rl(clip_low_threshold=tensor([0.5] * 4, "float32"))],
+    "crossed thresholds": (
+        [rl(clip_low_threshold=tensor([0.5] * 4, "float32"), clip_high_threshold=tensor([0.6, 0.6, 0.4, 0.6], "float32"))],
         "ppo",
         None,
-        "thresholds per token are not supported",
+        "clip_low_threshold is above clip_high_threshold at position 2",
     ),
+    "thresholds of a loss that does not clip": (
+        [rl(clip_low_threshold=tensor([0.5] * 4, "float32"))], "dro", None, "dro does not clip; leave it out"),
     "too long": ([sft(length=CONTEXT + 1)], "cross_entropy", None, f"{CONTEXT + 1} tokens; the context"),
     "empty datum": ([datum([], target_tokens=([], "int64"))], "cross_entropy", None, "is empty"),
 }

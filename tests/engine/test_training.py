@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl_tinker.core.errors import EngineError, UserError
+from verl_tinker.core.validate import LOSSES
 from verl_tinker.core.types import AdamParams, Datum, LoraSpec, ModelSpec
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,7 +25,8 @@ def policy_batch(vocabulary: int) -> list[Datum]:
         logprobs = (-11 + rng.standard_normal(n)).astype(np.float32)
         advantages[:4] = logprobs[:4] = 0
         data.append(Datum(tokens[:-1].astype(np.int32), {
-            "target_tokens": tokens[1:], "advantages": advantages, "logprobs": logprobs}))
+            "target_tokens": tokens[1:], "advantages": advantages, "logprobs": logprobs,
+            "sequence_ratio_mask": (np.arange(n) >= 4).astype(np.float32)}))
     return data
 
 
@@ -35,12 +37,16 @@ def policy_batch(vocabulary: int) -> list[Datum]:
     ("cispo", {}),
     ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
     ("dro", {"beta": 0.3}),
+    ("gspo", {}),
+    ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}),
+    ("stable_reinforce", {"kl_coeff": 0.2}),
 ])
 def test_policy_losses_and_their_gradients_equal_the_published_formulas(live, run_name, tmp_path, name, config):
     vocabulary = live.settings.models[0].vocab_size
     twin = live.do(numerics.start_run(live.engine, True, tmp_path, run_name))
     live.do(live.engine.load_state(run_name, tmp_path / f"{run_name}-start", False))
     data = policy_batch(vocabulary)
+    config = {**LOSSES[name].config, **config}
     result = live.do(live.engine.forward_backward(run_name, data, name, config, True))
     assert result.metrics["loss:sum"] == pytest.approx(twin.forward_backward(data, name, config), rel=1e-4)
     largest = max(float(p.grad.abs().max()) for p in twin.parameters.values())

@@ -213,8 +213,8 @@ CALLS["BackcompatSamplingClientFuture"] = {**CALLS["SamplingClient"], **FUTURE}
 IMAGE = types.ModelInput(chunks=[types.ImageChunk(data=b"png", format="png")])
 # Arguments that the SDK has and this server does not take.
 REFUSALS: dict[str, Callable[[Clients], Any]] = {
-    'forward_backward(loss_fn="gspo")': lambda c: c.training.forward_backward([sft()], "gspo"),
-    'forward_backward(loss_fn="stable_reinforce")': lambda c: c.training.forward_backward([sft()], "stable_reinforce"),
+    'forward_backward(loss_fn="custom")': lambda c: c.training.forward_backward([sft()], "custom"),
+    'forward_backward(loss_fn="stable_reinforce") without provenance': lambda c: c.training.forward_backward([sft()], "stable_reinforce"),
     "optim_step(DimuonParams)": lambda c: c.training.optim_step(types.DimuonParams(learning_rate=0.1)),
     'save_weights_and_get_sampling_client(kind="inflight")':
         lambda c: c.training.save_weights_and_get_sampling_client(kind="inflight"),

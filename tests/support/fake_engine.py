@@ -220,6 +220,12 @@ def _loss(loss_fn: str, config: dict, datum, logprobs: np.ndarray) -> float:
         return -(ratio * advantages).sum()
     if loss_fn == "dro":
         return -(logprobs * advantages - 0.5 * config["beta"] * (logprobs - sampled) ** 2).sum()
+    if loss_fn == "stable_reinforce":
+        pull = 0.5 * config["kl_coeff"] * (logprobs - sampled) ** 2 * (advantages != 0)
+        return (pull - np.minimum(ratio, 2.0) * logprobs * advantages).sum()
+    if loss_fn == "gspo":
+        mask = datum.inputs["sequence_ratio_mask"]
+        ratio = np.exp((mask * (logprobs - sampled)).sum() / mask.sum())
     clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
     if loss_fn == "cispo":
         return -(clipped * logprobs * advantages).sum()

@@ -43,6 +43,13 @@ def loss(name: str, lp: torch.Tensor, inputs: dict[str, np.ndarray], config: dic
         return -(torch.clamp(r, low, high).detach() * lp * a).sum()
     if name == "dro":
         return -((lp * a - 0.5 * config.get("beta", 0.05) * (lp - q) ** 2) * (a != 0)).sum()
+    if name == "gspo":
+        mask = t["sequence_ratio_mask"]
+        s = torch.exp((mask * (lp.detach() - q)).sum() / mask.sum()) * torch.exp(lp - lp.detach())
+        return -torch.min(s * a, torch.clamp(s, config["clip_low_threshold"], config["clip_high_threshold"]) * a).sum()
+    if name == "stable_reinforce":
+        pull = 0.5 * config["kl_coeff"] * (lp - q) ** 2 * (a != 0)
+        return (pull - torch.clamp(r, max=2.0).detach() * lp * a).sum()
     raise KeyError(name)
 
 

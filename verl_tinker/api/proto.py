@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from verl_tinker.api.body import MAX_DATUMS
 from verl_tinker.api.tensors import dense, densify, from_bytes, join_tokens
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.types import Datum, ForwardBackwardResult, SampledSequence, SampleResult, TopK
+from verl_tinker.core.types import Datum, ForwardBackwardResult, SampledSequence, SampleResult, Span, TopK
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {pb.DTYPE_FLOAT32: _FLOAT32, pb.DTYPE_INT64: _INT64, pb.DTYPE_INT32: _INT32}
@@ -108,7 +108,15 @@ def _decode_datum(datum: pb.Datum, where: str) -> Datum:
         name: _decode_tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]")
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return Datum(tokens, inputs)
+    return Datum(tokens, inputs, tuple(_decode_span(span, where) for span in datum.loss_fn_input_spans))
+
+
+def _decode_span(span: pb.ProvenanceSpan, where: str) -> Span:
+    kind = span.WhichOneof("span")
+    if kind is None:
+        raise UserError(f"{where}.loss_fn_input_spans holds a span of no kind; send prompt_tokens or sampled_tokens")
+    run = getattr(span, kind)
+    return Span(run.sequence_id, run.offset, run.length, kind == "sampled_tokens")
 
 
 def _decode_chunk(chunk: pb.Chunk, where: str) -> tuple[str, np.ndarray | None]:

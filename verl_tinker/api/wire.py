@@ -269,6 +269,7 @@ class Sample(Wire):
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: Tensor | None = None
     prompt_alt_tokens_k: int = 0
+    record_stability_info: bool = False
 
     def request(self) -> SampleRequest:
         """UserError for what this server cannot answer: the future reports it."""
@@ -286,6 +287,7 @@ class Sample(Wire):
             topk_prompt_logprobs=self.topk_prompt_logprobs,
             topk_sample_logprobs=self.topk_sample_logprobs,
             prompt_logprobs_last_n=self.prompt_logprobs_last_n,
+            record=self.record_stability_info,
         )
 
 

@@ -18,6 +18,7 @@ from verl_tinker.core.completions import CompletionTable
 from verl_tinker.core.errors import EngineError, Overloaded, TinkerError, UserError
 from verl_tinker.core.fair import FairSlots
 from verl_tinker.core.futures import Future, FutureStore
+from verl_tinker.core.records import RecordRing
 from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.sessions import SessionTable
 from verl_tinker.core.types import EMPTY_CELL, SampleRequest, SampleResult, TopK
@@ -44,6 +45,7 @@ class Sampling:
         versions: VersionTable,
         max_concurrent: int,
         max_waiting: int,
+        records: RecordRing,
     ):
         self._engine = engine
         self._futures = futures
@@ -51,6 +53,7 @@ class Sampling:
         self._samplers = samplers
         self._versions = versions
         self._max_waiting = max_waiting
+        self._records = records
         self._slots = FairSlots(max_concurrent)
         self._accepted: OrderedDict[tuple[str, int], Future] = OrderedDict()
         self._tasks: dict[str, asyncio.Task] = {}
@@ -139,6 +142,8 @@ class Sampling:
             async with self._slots.slot(sampler.owner, sampler.sampler_id):
                 future.state = lambda: "sample is running"
                 result = await self._sample(sampler, request)
+            if request.record:
+                self._records.add(sampler.session_id, future.sequence_ids, result)
             await self._futures.succeed(future, result)
         except TinkerError as error:
             future.fail(error)

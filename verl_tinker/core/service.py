@@ -21,6 +21,7 @@ from verl_tinker.core.queue import CommandQueue
 from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sampling import Sampling
 from verl_tinker.core.saving import Saving
+from verl_tinker.core.records import RecordRing
 from verl_tinker.core.runs import RunTable
 from verl_tinker.core.session_catalog import SessionCatalog
 from verl_tinker.core.sessions import SessionTable
@@ -68,7 +69,9 @@ class Service:
         self.journal = Journal(checkpoint_dir / STATE_FOLDER)
         # Results that nobody has read yet must not be dropped for the next ones of the same burst.
         limits = limits or Limits(count=max(Limits.count, 2 * max_waiting_samples))
-        self.futures = FutureStore(limits, self.journal.results_folder())
+        scratch = self.journal.results_folder()
+        self.futures = FutureStore(limits, scratch)
+        records = RecordRing(scratch)
         self.sessions = SessionTable(session_timeout_s, self.journal)
         self.runs = RunTable(self.sessions, max_runs, self.journal, self._resume_path)
         self._checkpoints = CheckpointStore(checkpoint_dir, keep_last=keep_last_checkpoints)
@@ -78,11 +81,11 @@ class Service:
             versions, self._checkpoints, lambda run_id: self.runs.find(run_id) is not None, self.journal
         )
         self.training = Training(
-            engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions, self.journal
+            engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions, self.journal, records
         )
         self.saving = Saving(engine, self.training, self._checkpoints, versions, self.samplers)
         self.sampling = Sampling(
-            engine, self.futures, self.sessions, self.samplers, versions, max_concurrent_samples, max_waiting_samples
+            engine, self.futures, self.sessions, self.samplers, versions, max_concurrent_samples, max_waiting_samples, records
         )
         self.catalog = Catalog(self.runs, self._checkpoints, versions)
         self.session_catalog = SessionCatalog(self.sessions, self.samplers, self._checkpoints)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl_tinker.core.errors import EngineError, TinkerError
+from verl_tinker.core.records import RecordRing
 from verl_tinker.core.runs import Run
 from verl_tinker.core.types import Datum, ForwardBackwardResult
 from verl_tinker.core.validate import check_batch, find_model
@@ -17,8 +18,11 @@ _MOST_DATUMS = 16_384
 
 
 class Steps:
-    def __init__(self, engine: Engine):
+    """Runs units of chunks; see `verl_tinker.core.training`."""
+
+    def __init__(self, engine: Engine, records: RecordRing):
         self._engine = engine
+        self._records = records
 
     async def run(
         self, run: Run, batches: list[list[Datum]], loss_fn: str, config: dict[str, float | str], backward: bool
@@ -29,6 +33,9 @@ class Steps:
         settings: dict[str, float] = {}
         for data in batches:
             try:
+                if loss_fn == "stable_reinforce":
+                    session_id = run.session.session_id
+                    data = [self._records.resolve(session_id, f"data[{i}]", datum) for i, datum in enumerate(data)]
                 checked, settings = check_batch(data, loss_fn, config, model)
                 outcomes.append(checked)
             except TinkerError as error:

@@ -15,6 +15,7 @@ from verl_tinker.core.errors import TinkerError, UserError
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.journal import Journal
 from verl_tinker.core.queue import Action, Chunk, CommandQueue
+from verl_tinker.core.records import RecordRing
 from verl_tinker.core.runs import Run, RunTable
 from verl_tinker.core.sessions import Session, SessionTable
 from verl_tinker.core.steps import Steps
@@ -43,6 +44,7 @@ class Training:
         checkpoints: CheckpointStore,
         versions: VersionTable,
         journal: Journal,
+        records: RecordRing,
     ):
         self._engine = engine
         self._futures = futures
@@ -52,7 +54,7 @@ class Training:
         self._checkpoints = checkpoints
         self._versions = versions
         self._journal = journal
-        self._steps = Steps(engine)
+        self._steps = Steps(engine, records)
 
     # Runs
 

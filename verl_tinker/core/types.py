@@ -12,15 +12,28 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Span:
+    """Where a run of target tokens came from: `length` tokens from `offset` on, of what a sequence sampled or of its
+    prompt."""
+
+    sequence_id: str
+    offset: int
+    length: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True)
 class Datum:
     """One training sequence.
 
     tokens: int32[N], the model input. inputs: the loss inputs by name, dense, float32 or int64, of shape
-    [N] or [N, K]; position i of the input predicts `target_tokens[i]`.
+    [N] or [N, K]; position i of the input predicts `target_tokens[i]`. spans: the origin of all N targets in order, or
+    nothing.
     """
 
     tokens: np.ndarray
     inputs: dict[str, np.ndarray]
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class SampleRequest:
     """One prompt (int32[P]) sampled `num_samples` times.
 
     `prompt_logprobs_last_n`: only these last positions are wanted; the service blanks the rest, an engine may
-    ignore it.
+    ignore it. `record`: the service keeps what was sampled, for the loss that trains on it by sequence id.
     """
 
     prompt: np.ndarray
@@ -108,6 +121,7 @@ class SampleRequest:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
+    record: bool = False
 
 
 EMPTY_CELL = -99999.0

@@ -31,6 +31,8 @@ LOSSES = {
     "ppo": Loss(_RL_INPUTS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": Loss(_RL_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": Loss(_RL_INPUTS, {"beta": 0.05}),
+    "gspo": Loss((*_RL_INPUTS, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "stable_reinforce": Loss(_RL_INPUTS, {"kl_coeff": 0.0}),
 }
 _PER_TOKEN_SETTINGS = ("clip_low_threshold", "clip_high_threshold")
 
@@ -134,8 +136,6 @@ def _check_datum(index: int, datum: Datum, loss_fn: str, loss: Loss, model: Base
         raise UserError(
             f"{where}.model_input has {length} tokens; the context of {model.name} is {model.max_context} here"
         )
-    if loss_fn != "cross_entropy":
-        _refuse_per_token_settings(where, datum)
     targets = _check_targets(where, datum, loss_fn, length)
     check_tokens(targets, model, f"{where}.loss_fn_inputs['target_tokens']")
     inputs = {"target_tokens": targets}
@@ -144,7 +144,7 @@ def _check_datum(index: int, datum: Datum, loss_fn: str, loss: Loss, model: Base
         if value is None and name == "weights":
             value = np.ones(targets.shape, np.float32)
         inputs[name] = _check_numbers(f"{where}.loss_fn_inputs[{name!r}]", value, targets.shape, datum, loss_fn)
-    return Datum(datum.tokens, inputs)
+    return Datum(datum.tokens, inputs | _check_thresholds(where, datum, loss_fn, loss, targets.shape))
 
 
 def _check_targets(where: str, datum: Datum, loss_fn: str, length: int) -> np.ndarray:
@@ -178,13 +178,21 @@ def _check_numbers(
     return value.astype(np.float32, copy=False)
 
 
-def _refuse_per_token_settings(where: str, datum: Datum) -> None:
+def _check_thresholds(
+    where: str, datum: Datum, loss_fn: str, loss: Loss, shape: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    """The thresholds that a datum brings for each position, which count before those of loss_fn_config."""
+    brought = {}
     for name in _PER_TOKEN_SETTINGS:
-        if name in datum.inputs:
-            raise UserError(
-                f"{where}.loss_fn_inputs[{name!r}]: thresholds per token are not supported; "
-                f"give one number in loss_fn_config[{name!r}]"
-            )
+        if name in datum.inputs and loss_fn != "cross_entropy":
+            if name not in loss.config:
+                raise UserError(f"{where}.loss_fn_inputs[{name!r}]: {loss_fn} does not clip; leave it out")
+            field_name = f"{where}.loss_fn_inputs[{name!r}]"
+            brought[name] = _check_numbers(field_name, datum.inputs[name], shape, datum, loss_fn)
+    if len(brought) == 2 and (brought["clip_low_threshold"] > brought["clip_high_threshold"]).any():
+        at = int(np.argmax(brought["clip_low_threshold"] > brought["clip_high_threshold"]))
+        raise UserError(f"{where}.loss_fn_inputs: clip_low_threshold is above clip_high_threshold at position {at}")
+    return brought
 
 
 def _shape(lora: LoraSpec | None) -> tuple | None:

@@ -29,7 +29,8 @@ def make_batch(run_id: str, data: list[Datum], loss_fn: str, config: dict[str, f
     fields["targets"] = [torch.from_numpy(np.asarray(d.inputs["target_tokens"], np.int64).reshape(-1)) for d in data]
     names = [f for f in FIELDS if any(f in d.inputs for d in data)]
     for name in names:
-        fields[name] = [_flat_float(d, name) for d in data]
+        # A threshold that one datum brings is the setting's for the others.
+        fields[name] = [_flat_float(d, name, config.get(name, 0.0)) for d in data]
     fields["loss_mask"] = [torch.ones(len(d.tokens)) for d in data]
     tensors = {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in fields.items()}
     widths = [d.inputs["target_tokens"].size // len(d.tokens) for d in data]
@@ -43,10 +44,10 @@ def make_batch(run_id: str, data: list[Datum], loss_fn: str, config: dict[str, f
     return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)
 
 
-def _flat_float(datum: Datum, name: str) -> torch.Tensor:
+def _flat_float(datum: Datum, name: str, default: float = 0.0) -> torch.Tensor:
     values = datum.inputs.get(name)
     if values is None:
-        return torch.zeros(datum.inputs["target_tokens"].size)
+        return torch.full((datum.inputs["target_tokens"].size,), default)
     return torch.from_numpy(np.asarray(values, np.float32).reshape(-1).copy())
 
 
@@ -63,5 +64,7 @@ def read_losses(logprobs: list[np.ndarray], data: list[Datum], loss_fn: str, con
     losses = []
     for lp, datum in zip(logprobs, data, strict=True):
         fields = {name: _flat_float(datum, name) for name in FIELDS if name in datum.inputs}
-        losses.append(float(LOSSES[loss_fn](torch.from_numpy(lp.reshape(-1)), fields, config).sum()))
+        flat = torch.from_numpy(lp.reshape(-1))
+        fields["rows"] = torch.zeros(len(flat), dtype=torch.int64)
+        losses.append(float(LOSSES[loss_fn](flat, fields, config).sum()))
     return np.array(losses, np.float32)
