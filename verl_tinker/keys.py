@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(keys.add(options.name))
         else:
             keys.remove(options.name)
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(str(error))
 
 

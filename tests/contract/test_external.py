@@ -303,3 +303,18 @@ def test_a_save_stands_when_an_older_one_cannot_be_removed(start_server, connect
     rest = tinker.RestClient(base_url=server.url)
     left = rest.list_checkpoints(training.model_id).result(20).checkpoints
     assert [c.checkpoint_id for c in left] == ["weights/c"]
+
+
+def test_a_copy_into_a_run_with_weights_of_its_own_is_refused(start_server):
+    server = start_server(max_runs=2)
+    raw, other = Raw(server.http()), Raw(server.http())
+    raw.create()
+    source = raw.result(raw.post("save_weights", model_id=raw.model, seq_id=1, path="a")["request_id"])["path"]
+    other.create()
+    other.result(other.post("save_weights", model_id=other.model, seq_id=1, path="a")["request_id"])
+    body = {"source_path": source, "session_id": other.session, "model_seq_id": 0}
+    answer = raw.http.post("/copy_weights", json=body)
+    assert answer.status_code == 400 and "is a training run already" in answer.json()["detail"]
+    free = {**body, "model_seq_id": 7}
+    paths = {raw.post("copy_weights", **free)["tinker_path"] for _ in range(2)}
+    assert paths == {f"tinker://{other.session}:train:7/weights/a"}

@@ -49,7 +49,7 @@ def test_completion_polling(heard, on):
 
 @pytest.mark.parametrize("on", [True, False])
 def test_giving_up(heard, on):
-    server, client, recorder = heard(sample_cancel_enabled=on)
+    server, client, recorder = heard(sample_cancel_enabled=on, sample_use_retrieve_futures=True)
     sampler = client.create_sampling_client(base_model=BASE).result(20)
     server.engine.hold.add("sample")
     given_up = sampler.sample(PROMPT, num_samples=1, sampling_params=PARAMS)

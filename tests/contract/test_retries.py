@@ -119,3 +119,13 @@ def test_an_unknown_sample_is_to_be_sent_again_and_an_unknown_command_is_not(raw
     answer = raw.http.post("/retrieve_future", json={"request_id": "optim_step-0"})
     assert answer.status_code == 200 and answer.json()["category"] == "server"
     assert "create_training_client_from_state_with_optimizer" in answer.json()["error"]
+
+
+def test_a_sample_whose_result_was_dropped_is_taken_anew(server, raw):
+    sampler = raw.base_sampler()
+    first = raw.sample(sampler, 0)
+    raw.binary(first)
+    server.service.futures.drop(first)
+    assert raw.http.post("/retrieve_future", json={"request_id": first}).status_code == 410
+    again = raw.sample(sampler, 0)
+    assert again != first and raw.binary(again).sequences[0].tokens == [100]

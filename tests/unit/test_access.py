@@ -44,3 +44,14 @@ def test_bad_names_and_files(tmp_path):
 def test_who_may_see_what():
     assert may_see("a", "a") and not may_see("a", "b") and not may_see("a", "")
     assert may_see(None, "a") and may_see(None, "")
+
+
+def test_a_file_that_is_being_written_leaves_the_good_keys_good(tmp_path):
+    file = tmp_path / "keys.json"
+    key = Keys(file).add("alice")
+    running, whole = Keys(file), file.read_text()
+    for half in (whole[:-5], "", '{"alice": 5}'):
+        file.write_text(half)
+        assert running.caller(key) == "alice"
+    file.write_text("{}")
+    assert running.caller(key) is None

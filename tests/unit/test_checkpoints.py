@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -147,3 +148,45 @@ def test_good_path():
     assert parse_path("tinker://a-1:train:12/sampler_weights/000_x.y-z") == CheckpointPath(
         "a-1:train:12", "sampler_weights", "000_x.y-z"
     )
+
+
+def test_changes_at_once_leave_one_of_them_and_a_readable_file(store):
+    path = save(store).path
+
+    def change(n):
+        (store.set_public if n % 2 else store.set_ttl)(path, (bool(n % 3) if n % 2 else 3600 + n))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(change, range(200)))
+    assert store.get(path).uid == "uid-a" and store.list(RUN) == [store.get(path)]
+    assert sorted(p.name for p in store.folder(path).iterdir()) == ["meta.json", "w"]
+
+
+def test_runs_are_recorded_at_once(store):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: store.record_run(RunRecord(RUN, SPEC, 5.0, {"n": str(n)})), range(100)))
+    assert store.run(RUN).run_id == RUN and [p.name for p in store.root.glob("*/*")] == ["run.json"]
+
+
+def test_a_copy_by_hand_is_no_checkpoint_and_never_harms_the_original(store):
+    path = save(store, ttl_seconds=1, expires_at=time.time() - 5).path
+    run = store.folder(path).parents[1]
+    shutil.copytree(run, run.with_name("backup-of-my-run"))
+    shutil.copytree(store.folder(path), store.folder(path).with_name("b"))
+    text = (store.folder(path) / "meta.json").read_text()
+    (store.folder(path) / "meta.json").write_text(json.dumps({**json.loads(text), "ttl_seconds": None, "expires_at": None}))
+    assert store.sweep_expired() == []
+    assert [c.path for c in store.list(RUN)] == [path] and store.get(path).uid == "uid-a"
+
+
+@pytest.mark.parametrize("field, value", [
+    ("created", "yesterday"), ("expires_at", "soon"), ("tinker_path", 5), ("size_bytes", "big"), ("user_metadata", [1]),
+    ("uid", None), ("lora", {"rank": 4, "colour": "red"}), ("lora", 3)])
+def test_what_a_hand_has_spoilt_is_left_out_and_keeps_its_name(store, field, value):
+    good, bad = save(store, "good"), save(store, "bad")
+    file = store.folder(bad.path) / "meta.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    assert store.list(RUN) == [good] and store.sweep_expired() == []
+    with pytest.raises(UserError, match="meta.json cannot be read; mend it, choose another name"):
+        store.admit(bad.path, overwrite=False)
+    store.admit(bad.path, overwrite=True)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from verl_tinker.core.errors import EngineError, StateInUse
+from verl_tinker.core.errors import StateInUse, StorageError
 from verl_tinker.core.journal import Journal, Outcome, SamplerRecord, SessionRecord
 
 
@@ -62,7 +62,7 @@ def test_an_accepted_number_is_taken_for_good(tmp_path):
 def test_a_journal_that_cannot_be_written_accepts_nothing():
     journal = Journal(None)
     journal._db.execute("PRAGMA query_only = ON")
-    with pytest.raises(EngineError, match="server.checkpoint_dir cannot be written .* nothing was accepted"):
+    with pytest.raises(StorageError, match="server.checkpoint_dir cannot be written .* nothing was accepted"):
         journal.accept("r1", "run", 1, "optim_step", "")
     journal.settle("r1", Outcome())
 
@@ -80,3 +80,11 @@ def test_old_commands_are_forgotten_with_the_next_start(tmp_path, monkeypatch):
     assert second.command_of_request("old") is None and second.command("run", 2).request_id == "new"
     assert second._db.execute("SELECT count(*) FROM outcome").fetchone() == (0,)
     second.close()
+
+
+def test_a_damaged_journal_is_named_with_the_remedy(tmp_path):
+    Journal(tmp_path).close()
+    for file in tmp_path.glob("journal*"):
+        file.write_bytes(b"x" * 4096)
+    with pytest.raises(StorageError, match="journal.sqlite3 cannot be read .* move it"):
+        Journal(tmp_path)

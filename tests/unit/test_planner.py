@@ -52,3 +52,9 @@ def test_different_calls_are_different_units():
 def test_commands_without_a_number_run_at_once():
     _, units = arrivals(command(None), chunk(2), command(None), chunk(1))
     assert units == [[[None]], [], [[2], [None]], [[1]]]
+
+
+def test_a_gap_may_be_as_wide_as_a_client_likes():
+    planner, _ = arrivals(chunk(2**40), chunk(3), chunk(2**62))
+    assert planner.missing == [1, 2, 4, 5, 6, 7, 8, 9]
+    assert planner.expire() == [[3, 2**40, 2**62]]

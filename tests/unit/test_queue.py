@@ -5,7 +5,7 @@ import pytest
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.futures import FutureStore
 from verl_tinker.core.journal import Journal
-from verl_tinker.core.queue import CommandQueue
+from verl_tinker.core.queue import Chunk, CommandQueue
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -118,3 +118,20 @@ def test_commands_whose_future_has_ended_do_not_run():
         assert log == ["1<", ">1", "3<", ">3"]
 
     scenario(body)
+
+
+def test_chunks_that_keep_coming_do_not_keep_their_group_open():
+    async def run():
+        queue, acted = CommandQueue(FutureStore(), Journal(None), gap_seconds=0.05), []
+
+        async def act(contents):
+            acted.append(contents)
+            return contents
+
+        for seq in range(1000, 1060, 2):
+            queue.submit("m", seq, "forward_backward", Chunk("k", seq, act))
+            await asyncio.sleep(0.02)
+        assert acted and acted[0][0] == 1000
+        await queue.close()
+
+    asyncio.run(run())

@@ -24,7 +24,8 @@ CLIENT_CONFIG = MappingProxyType(
         "sample_no_retries": False,
         "sample_max_concurrent_requests": 1000,
         "use_pyqwest_transport": True,
-        "sample_use_retrieve_futures": True,
+        # A client that follows a list of completions is never told that a restarted server does not know its samples.
+        "sample_use_retrieve_futures": False,
         "custom_loss_server_side": False,
         "sample_join_sampling_session": True,
         "proto_write_fwdbwd": True,

@@ -48,6 +48,8 @@ async def external_weights_urls(request: Request, path: PathDep, service: Servic
     checkpoint = await service.catalog.checkpoint(caller, path)
     links = await service.downloads.file_links(checkpoint)
     urls = {name: _address(request, path, f"files/{quote(name)}", link) for name, link in links.items()}
+    if not links:
+        raise HTTPException(404, f"{path} has no files any more; delete it and save again")
     expires = next(iter(links.values())).expires
     return {"urls": urls, "expires": wire_catalog.date(expires)}
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import re
 import secrets
 from pathlib import Path
 
 from verl_tinker.core.errors import UserError
+
+log = logging.getLogger(__name__)
 
 Caller = str | None
 """The name of the caller's API key; None on a server without keys, where everybody sees everything."""
@@ -40,12 +43,15 @@ class Keys:
             if changed == self._read_at:
                 return
             content = json.loads(file.read_text()) if changed else {}
-            self._digests = {str(name): bytes.fromhex(digest) for name, digest in content.items()}
+            digests = {str(name): bytes.fromhex(digest) for name, digest in content.items()}
             self._read_at = changed
+            self._digests = digests
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise UserError(
-                f"server.api_keys_file: {file} is not a key file ({error}); make one with python -m verl_tinker.keys add NAME"
-            ) from None
+            text = f"server.api_keys_file: {file} is not a key file ({error}); make one with python -m verl_tinker.keys add NAME"
+            if self._read_at < 0:
+                raise UserError(text) from None
+            # Somebody is writing it; the keys that were good a moment ago still are.
+            log.error("%s", text)
 
     def __len__(self) -> int:
         return len(self._digests)

@@ -38,6 +38,7 @@ class Checkpoint:
     """What `meta.json` says. `uid` tells apart checkpoints that bore the same path; times are seconds since 1970.
 
     `owner` is the name of the API key that saved it, "" without keys. `public` opens it to every key.
+    `source_uid`: the checkpoint that this one is a copy of.
     """
 
     uid: str
@@ -51,6 +52,7 @@ class Checkpoint:
     expires_at: float | None = None
     owner: str = ""
     public: bool = False
+    source_uid: str = ""
 
     def expired(self, now: float) -> bool:
         return self.expires_at is not None and self.expires_at <= now
@@ -77,6 +79,8 @@ class RunRecord:
 
 
 def parse_path(text: str) -> CheckpointPath:
+    if not isinstance(text, str):
+        raise UserError(f"path {text!r} is not text")
     parts = text.removeprefix("tinker://").split("/") if text.startswith("tinker://") else []
     if len(parts) != 3 or parts[1] not in KINDS or not RUN_ID.fullmatch(parts[0]):
         raise UserError(
@@ -126,9 +130,23 @@ def run_from_json(content: dict) -> RunRecord:
     return RunRecord(spec=_spec_from_json(content), **_known(RunRecord, content))
 
 
+_NUMBERS = ("created", "size_bytes", "parameter_bytes")
+_NUMBERS_OR_NONE = ("expires_at", "ttl_seconds", "seq")
+
+
 def _known(kind: type, content: dict) -> dict:
+    """The fields of a dataclass; TypeError or ValueError for what a hand has changed into another type."""
     names = {f.name for f in fields(kind)} - {"path", "spec"}
-    return {name: value for name, value in content.items() if name in names}
+    known = {name: value for name, value in content.items() if name in names}
+    for name, value in known.items():
+        if name in _NUMBERS or (name in _NUMBERS_OR_NONE and value is not None):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is {value!r}, which is not a number")
+        elif name in ("owner", "uid", "run_id", "source_uid") and not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}, which is not text")
+        elif name == "user_metadata" and not isinstance(value, dict):
+            raise TypeError("user_metadata is no object")
+    return known
 
 
 def _spec_to_json(spec: ModelSpec) -> dict:

@@ -64,6 +64,7 @@ class CompletionTable:
         if key not in self._lists:
             self._lists[key] = _List()
             if len(self._lists) > _LISTS:
-                self._lists.popitem(last=False)
+                empty = next((known for known, ended in self._lists.items() if not ended.ended and known != key), None)
+                self._lists.pop(empty or next(iter(self._lists)))
         self._lists.move_to_end(key)
         return self._lists[key]

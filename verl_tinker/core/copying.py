@@ -13,7 +13,10 @@ import time
 from dataclasses import replace
 
 from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, RunRecord, check_ttl
+from verl_tinker.core.errors import UserError
 from verl_tinker.core.store import CheckpointStore
+
+_COPY = "copy-"
 
 
 class Copying:
@@ -43,9 +46,14 @@ class Copying:
         self, source: Checkpoint, owner: str, run_id: str, project_id: str | None, ttl_seconds: int | None
     ) -> CheckpointPath:
         path = replace(source.path, run_id=run_id)
-        known = next((c for c in self._store.list(run_id) if c.path == path), None)
+        known = next((c for c in self._store.list(run_id) if c.path == path and c.source_uid == source.uid), None)
         if known:
             return known.path
+        if self._store.run(run_id) is not None and not run_id.startswith(_COPY):
+            raise UserError(
+                f"model_seq_id: {run_id} is a training run already, with weights of its own; give the copy a number of its "
+                "own, or destination_project_id"
+            )
         now = time.time()
         scratch = self._store.scratch()
         try:
@@ -54,7 +62,7 @@ class Copying:
             self._store.record_run(
                 RunRecord(run_id, source.spec, now, run.user_metadata if run else {}, owner, project_id))
             self._store.publish(scratch, replace(
-                source, uid=secrets.token_hex(8), path=path, created=now, owner=owner, public=False,
+                source, uid=secrets.token_hex(8), source_uid=source.uid, path=path, created=now, owner=owner, public=False,
                 ttl_seconds=ttl_seconds, expires_at=None if ttl_seconds is None else now + ttl_seconds))
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -65,4 +73,4 @@ class Copying:
 def _run_of_key(owner: str, key: str | None) -> str:
     # Made from the key, so that a retry meets the first copy even after a restart.
     word = hashlib.sha256(f"{owner}\n{key}".encode()).hexdigest()[:16] if key else secrets.token_hex(8)
-    return f"copy-{word}:train:0"
+    return f"{_COPY}{word}:train:0"

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +65,8 @@ def _refusal(error: BaseException | None) -> int | None:
 
 def write_json(target: Path, content: dict) -> None:
     """Replace a file in one step; on failure the old one stands and nothing else is left."""
-    part = target.with_name(f".{target.name}.part")
+    # A name of its own, so that two writers cannot mix their halves.
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_text(json.dumps(content, indent=1))
         sync(part)

@@ -16,7 +16,7 @@ import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from verl_tinker.core.errors import EngineError, StateInUse
+from verl_tinker.core.errors import StateInUse, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +93,17 @@ class Journal:
     def __init__(self, folder: Path | None):
         self._folder = folder
         self._lock = self._take(folder) if folder else None
-        self._db = sqlite3.connect(folder / "journal.sqlite3" if folder else ":memory:", isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(_SCHEMA)
+        file = folder / "journal.sqlite3" if folder else ":memory:"
+        try:
+            self._db = sqlite3.connect(file, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise StorageError(
+                f"the journal {file} cannot be read ({error}); move it and its -wal and -shm files away: checkpoints are "
+                "not in it, but sessions, samplers and the outcomes of commands begin anew"
+            ) from error
         now, reason = time.time(), "the server that held it stopped or was killed, and started again"
         # No run is live here yet, so no client can repeat a command of that age.
         self._write("DELETE FROM outcome WHERE request IN (SELECT request FROM command WHERE at < ?)", now - _KEPT_SECONDS)
@@ -180,7 +187,7 @@ class Journal:
         try:
             self._write("INSERT OR IGNORE INTO outcome VALUES (?, ?, ?, ?, ?)",
                         request_id, time.time(), result, outcome.error, outcome.category)
-        except EngineError as error:
+        except StorageError as error:
             log.error("the outcome of %s is not in the journal: %s", request_id, error)
 
     def command(self, run_id: str, seq: int) -> CommandRecord | None:
@@ -219,10 +226,10 @@ class Journal:
     def _write(self, statement: str, *values) -> None:
         try:
             self._db.execute(statement, values)
-        except sqlite3.OperationalError as error:
-            raise EngineError(
+        except sqlite3.DatabaseError as error:
+            raise StorageError(
                 f"the journal in server.checkpoint_dir cannot be written ({error}), so nothing was accepted; free disk "
-                "space or mend its permissions, then repeat the call"
+                "space or mend the file, then repeat the call"
             ) from error
 
 

@@ -5,6 +5,7 @@ Owns the grouping by sequence numbers. Runs nothing and knows no time: whoever h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -41,8 +42,10 @@ class Planner(Generic[Item]):
 
     @property
     def missing(self) -> list[int]:
+        """The first few numbers that are missing; clients choose the numbers, so the gap may be as wide as they like."""
         held = {entry.seq for entry in self._open}
-        return [n for n in range(self._next, max(held, default=0)) if n not in held][:8]
+        wanted = itertools.islice(range(self._next, max(held, default=0)), len(held) + 8)
+        return [n for n in wanted if n not in held][:8]
 
     def arrive(self, entry: Entry[Item]) -> list[list[Item]]:
         """The units that may run now; an empty list while a group waits for its other chunks."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_tinker.core.errors import EngineError, TinkerError, UserError
+from verl_tinker.core.errors import EngineError, StorageError, TinkerError, UserError
 from verl_tinker.core.fair import FairQueue
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.journal import CommandRecord, Journal, Outcome
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # How long a chunk waits for another of its call that does not come. A client sends all of them within a moment.
 GAP_SECONDS = 2.0
+_LONGEST_GAP = 5
 # Clients repeat a call for some minutes; older numbers are looked up in the journal.
 _REMEMBERED = 4096
 
@@ -57,6 +58,7 @@ class _Log:
     running: str = ""
     in_turn: bool = False
     gap: asyncio.TimerHandle | None = None
+    gap_since: float | None = None
 
 
 class CommandQueue:
@@ -88,7 +90,7 @@ class CommandQueue:
         future = self._futures.create(kind, model_id, owner)
         try:
             self._journal.accept(future.request_id, model_id, seq, kind, owner)
-        except EngineError as error:
+        except StorageError as error:
             future.fail(error)
             return future
         self._remember(line, seq, future)
@@ -176,13 +178,21 @@ class CommandQueue:
             self._consumer = asyncio.get_running_loop().create_task(self._consume())
 
     def _watch_gap(self, line: _Log) -> None:
-        """(Re)start the wait for missing chunks with each that comes, so that a slow sender keeps its group open."""
+        """Wait a while for missing chunks, and a while longer with each that comes, but not for ever."""
+        loop = asyncio.get_running_loop()
         if line.gap:
             line.gap.cancel()
             line.gap = None
-        if line.planner.waiting:
-            expire = lambda: self._enqueue(line, line.planner.expire())  # noqa: E731
-            line.gap = asyncio.get_running_loop().call_later(self._gap_seconds, expire)
+        if not line.planner.waiting:
+            line.gap_since = None
+            return
+        line.gap_since = line.gap_since or loop.time()
+        latest = line.gap_since + _LONGEST_GAP * self._gap_seconds
+        line.gap = loop.call_at(min(loop.time() + self._gap_seconds, latest), self._expire_gap, line)
+
+    def _expire_gap(self, line: _Log) -> None:
+        line.gap_since = None
+        self._enqueue(line, line.planner.expire())
 
     async def _consume(self) -> None:
         while True:

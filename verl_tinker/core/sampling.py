@@ -94,7 +94,7 @@ class Sampling:
         """
         sampler = self._samplers.get(sampler_id, caller)
         known = self._accepted.get((sampler_id, seq))
-        if known:
+        if known and known.request_id in self._futures:
             return known
         if len(self._tasks) >= self._max_waiting:
             raise Overloaded(f"{len(self._tasks)} samples wait already (server.max_waiting_samples); send this one again")

@@ -34,7 +34,8 @@ class Signer:
 
 
 def _read_or_make(file: Path) -> bytes:
-    if not file.exists():
+    # An empty one would sign every link with a key that anybody knows.
+    if not file.exists() or file.stat().st_size < 32:
         part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
         # The mode is given at creation: set afterwards, others could read the file for a moment.
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:

@@ -55,8 +55,8 @@ class CheckpointStore:
         self.root = Path(root)
         self.keep_last = keep_last
         disk.make_folder(self.root)
-        # Readers must not look between the two renames of a replacement.
-        self._renaming = threading.Lock()
+        # Readers must not look between the two renames of a replacement, nor a change be made from what has changed since.
+        self._renaming, self._changing = threading.Lock(), threading.Lock()
         self._boot = self.root / ".unfinished" / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         if recover:
             self._recover()
@@ -74,6 +74,11 @@ class CheckpointStore:
         """Refuse, before any work is done, a name that is taken or a save that the disk has no room for."""
         if not overwrite and self._read(path) is not None:
             raise UserError(f"path: {path} exists already; choose another name, delete it, or pass overwrite=True")
+        if not overwrite and self.folder(path).exists() and self._read_folder(self.folder(path)) is None:
+            raise UserError(
+                f"path: {self.folder(path)} exists and its {META} cannot be read; mend it, choose another name, or pass "
+                "overwrite=True"
+            )
         self.require_room(path.run_id, path.kind)
 
     def require_room(self, run_id: str, kind: str) -> None:
@@ -129,8 +134,8 @@ class CheckpointStore:
         self._amend(path, public=public)
 
     def _amend(self, path: CheckpointPath, **changes: object) -> None:
-        checkpoint = replace(self.get(path), **changes)
-        with disk.explained(self.root, f"the change of {path}"):
+        with self._changing, disk.explained(self.root, f"the change of {path}"):
+            checkpoint = replace(self.get(path), **changes)
             disk.write_json(self.folder(path) / META, checkpoint_to_json(checkpoint))
 
     # Removing
@@ -228,10 +233,14 @@ class CheckpointStore:
         try:
             with self._renaming:
                 text = (folder / META).read_text()
-            return checkpoint_from_json(json.loads(text))
+            checkpoint = checkpoint_from_json(json.loads(text))
+            if self.folder(checkpoint.path) != folder:
+                # A copy made by hand: what is done to its path would be done to the original.
+                raise ValueError(f"it says that it is {checkpoint.path}, which lies elsewhere")
+            return checkpoint
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
             log.warning("%s is not a readable checkpoint: %s", folder, error)
             return None
 
@@ -240,7 +249,7 @@ class CheckpointStore:
             return run_from_json(json.loads((folder / "run.json").read_text()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("%s is not a readable run: %s", folder, error)
             return None
 
