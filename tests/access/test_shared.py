@@ -10,7 +10,7 @@ from server import TestServer
 
 from verl_tinker.core.access import Keys
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from verl_tinker.api.body import MAX_BODY, MAX_DATUMS
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 ENDPOINTS = (
     "client/config session_heartbeat create_model get_info forward_backward forward optim_step save_weights "

@@ -6,7 +6,7 @@ import pytest
 import tinker
 from fake_engine import BASE, CONTEXT, UNTIED
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

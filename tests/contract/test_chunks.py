@@ -6,7 +6,7 @@ import tinker
 from data import sft, tensor
 from tinker import types
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from raw import PROTOBUF
 from tinker import types
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 # float32 values that a detour over decimal text or another width would change: signs of zero, subnormals, extremes.
 ODD = [-0.0, 0.1, 1 / 3, 1e-45, 1.1754944e-38, -1.5e38, 16777217.0, 1e-7, 2.5, -1.0]

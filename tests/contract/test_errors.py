@@ -11,7 +11,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from verl_tinker.core.errors import EngineError, SyncError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def datum(tokens, **inputs):

@@ -20,7 +20,7 @@ from verl_tinker.core import downloads
 from verl_tinker.core.checkpoints import parse_path
 from verl_tinker.core.errors import EngineError, StorageError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 NOTE = b"beside the weights"
 

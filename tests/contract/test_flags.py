@@ -11,7 +11,7 @@ from tinker import types
 
 from verl_tinker.api.flags import chosen
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 PARAMS = types.SamplingParams(max_tokens=2)

@@ -7,7 +7,7 @@ from data import rl, sft, tensor
 from fake_engine import BASE, CONTEXT, UNTIED
 from tinker import types
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 

@@ -10,7 +10,7 @@ import pytest
 
 from verl_tinker.api import body, limits
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import tinker
 from fake_engine import BASE, UNTIED
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

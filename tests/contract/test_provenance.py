@@ -6,7 +6,7 @@ import tinker
 from data import tensor
 from tinker import types
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 PROMPT = [1, 2, 3]
 
 

@@ -6,7 +6,7 @@ import pytest
 from raw import Raw
 from server import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_repeated_command_is_the_same_command(server, raw):

@@ -9,7 +9,7 @@ from fake_engine import BASE, START_PHASE
 from raw import Raw
 from server import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_starting_then_ready(start_server):

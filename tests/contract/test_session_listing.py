@@ -11,7 +11,7 @@ from tinker.types import (
     UserSearchOwner,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from data import sft
 from fake_engine import BASE
 from raw import Raw
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_second_run_is_refused_by_the_name_of_the_first(server, client, training, connect):

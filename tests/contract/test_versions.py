@@ -4,7 +4,7 @@ import pytest
 from raw import Raw
 from server import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from raw import Raw
 from server import TestServer, wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

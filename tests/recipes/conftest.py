@@ -58,7 +58,8 @@ class Recipes:
         return Result(metrics, {r["name"]: r for r in records})
 
 
-@pytest.fixture(scope="session")
+# Not for the session: its end would fall upon the last test of another folder, and upon that test's time limit.
+@pytest.fixture(scope="module")
 def recipes(tmp_path_factory):
     assert launcher.CLIENT_PYTHON.exists(), "the client environment is missing; run client_examples/setup.sh"
     folder = tmp_path_factory.mktemp("recipes")

@@ -40,7 +40,8 @@ async def serve(options: argparse.Namespace) -> None:
         max_waiting_samples=options.max_waiting_samples, limits=Limits(count=options.kept_results))
     keys = Keys(options.keys) if options.keys else None
     app = create_app(service, keys=keys, poll_seconds=options.poll_seconds)
-    http = uvicorn.Server(uvicorn.Config(app, http=BoundedProtocol, port=options.port, log_level="warning", backlog=4096))
+    config = uvicorn.Config(app, http=BoundedProtocol, port=options.port, log_level="warning", backlog=4096)
+    http = uvicorn.Server(config)
     tasks = [asyncio.create_task(service.start()), asyncio.create_task(service.keep_house(1.0))]
     await http.serve()
     for task in tasks:
@@ -65,7 +66,7 @@ class FakeServer:
         while time.monotonic() < end:
             assert self.process.poll() is None, "the server ended by itself"
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/api/v1/healthz", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/api/v1/healthz", timeout=5, verify=False).status_code == 200:
                     return self
             time.sleep(0.05)
         raise AssertionError("the server did not become ready")
@@ -84,7 +85,7 @@ class FakeServer:
             self.kill()
 
     def http(self, key: str = "tml-test", timeout: float = 60.0) -> httpx.Client:
-        return httpx.Client(base_url=f"{self.url}/api/v1", timeout=timeout, headers={"X-API-Key": key})
+        return httpx.Client(base_url=f"{self.url}/api/v1", timeout=timeout, verify=False, headers={"X-API-Key": key})
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from verl_tinker.core.errors import NotFound, UserError
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.types import LoraSpec, ModelSpec
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 SPEC = ModelSpec("some/base", LoraSpec(rank=4, seed=3, train_mlp=False))
 RUN = "0a1b:train:0"

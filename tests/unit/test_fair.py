@@ -4,7 +4,7 @@ import pytest
 
 from verl_tinker.core.fair import FairQueue, FairSlots
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_owners_take_turns_and_so_do_their_lines():

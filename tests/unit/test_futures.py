@@ -7,7 +7,7 @@ from verl_tinker.core.completions import CompletionTable
 from verl_tinker.core.errors import EngineError, NotFound, UserError
 from verl_tinker.core.futures import FutureStore, Limits
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_result_stands_and_is_readable_many_times():

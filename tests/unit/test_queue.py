@@ -7,7 +7,7 @@ from verl_tinker.core.futures import FutureStore
 from verl_tinker.core.journal import Journal
 from verl_tinker.core.queue import Chunk, CommandQueue
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(120)
 
 
 def scenario(body):

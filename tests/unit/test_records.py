@@ -8,7 +8,7 @@ from verl_tinker.core.errors import UserError
 from verl_tinker.core.records import RecordRing
 from verl_tinker.core.types import Datum, SampledSequence, SampleResult, Span
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 def sampled(*runs, length=3):

@@ -8,7 +8,7 @@ import pytest
 
 from verl_tinker.engine.turns import SideBySide, Turns
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(120)
 
 
 class Shared:

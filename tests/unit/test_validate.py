@@ -8,7 +8,7 @@ from verl_tinker.core.types import AdamParams, BaseModelInfo, Datum, LoraSpec, M
 from verl_tinker.core.validate import check_adam, check_batch, check_same_shape, check_spec
 from verl_tinker.core.validate_sampling import MAX_TOPK, check_sample
 
-pytestmark = pytest.mark.timeout(10)
+pytestmark = pytest.mark.timeout(120)
 
 MODEL = BaseModelInfo("m", 16, 100, tied_embeddings=False, trainable=True, sampleable=True)
 
