@@ -164,3 +164,23 @@ def test_a_cancelled_sample_ends_and_gives_its_place_to_the_next(tmp_path):
             assert list(raw.binary(last).sequences[0].tokens) == [100]
     finally:
         server.stop()
+
+
+def test_housekeeping_that_fails_once_goes_on(server, monkeypatch):
+    rounds = []
+
+    async def housekeep():
+        rounds.append(len(rounds))
+        if rounds == [0]:
+            raise OSError("the disk was away")
+
+    async def three_rounds():
+        keeping = asyncio.create_task(server.service.keep_house(0.01))
+        while len(rounds) < 3:
+            await asyncio.sleep(0.01)
+        assert not keeping.done()
+        keeping.cancel()
+
+    monkeypatch.setattr(server.service, "housekeep", housekeep)
+    on_loop(server, three_rounds())
+    assert rounds[:3] == [0, 1, 2]

@@ -92,8 +92,8 @@ def test_thousands_of_polls_wait_without_threads(start_server):
                 await asyncio.sleep(0.01)
         while not all(server.service.futures.find(request)._event._waiters for request in requests):
             await asyncio.sleep(0.05)
-        # Of other tests in this process some may come or go.
-        assert threads() < before + 20
+        # One of another test may end meanwhile.
+        assert threads() <= before
         server.engine.hold.clear()
         return await asyncio.gather(*polls)
 

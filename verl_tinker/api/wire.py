@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from verl_tinker.api.body import MAX_DATUMS
 from verl_tinker.api.tensors import dense, densify, join_tokens
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.sessions import SessionFacts
 from verl_tinker.core.types import AdamParams, Datum, LoraSpec, SampleRequest, SamplingParams
 
 Sequence64 = Annotated[int, Field(ge=0, lt=2**63)]
@@ -37,17 +36,6 @@ class Wire(BaseModel):
 
 class Nothing(Wire):
     """A body of which nothing is read."""
-
-
-class CreateSession(Wire):
-    tags: list[str] = []
-    user_metadata: Metadata = {}
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
-
-    def facts(self) -> SessionFacts:
-        return SessionFacts(self.tags, self.user_metadata, self.sdk_version, self.project_id, self.display_name)
 
 
 class SessionBody(Wire):
