@@ -106,6 +106,22 @@ def test_a_link_ends_with_its_checkpoint_and_outlives_the_server(start_server, c
     assert httpx.get(again.replace(first.url, second.url)).content == b"0.0"
 
 
+def test_older_clients_are_not_shown_the_type_that_they_cannot_read(server, training, exported):
+    training.save_state("a").result(20)
+
+    def listed(route, version):
+        with server.http() as http:
+            answer = http.get(route, params={"limit": 1}, headers={"X-Stainless-Package-Version": version}).json()
+        return [c["checkpoint_type"] for c in answer["checkpoints"]], (answer.get("cursor") or {}).get("total_count")
+
+    of_run = f"/training_runs/{training.model_id}/checkpoints"
+    assert listed("/checkpoints", "0.27.1") == (["training"], 1)
+    assert listed(of_run, "0.19.0")[0] == ["training"]
+    for version in ("0.28.0", "1.0.0", "", "unknown"):
+        assert listed("/checkpoints", version)[1] == 2
+        assert sorted(listed(of_run, version)[0]) == ["external", "training"]
+
+
 def test_only_exports_have_links(server, training):
     training.save_state("a").result(20)
     with server.http() as http:

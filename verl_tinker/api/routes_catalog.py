@@ -5,9 +5,10 @@ Owns the shapes of listings. Does not read the disk: the core's catalogue does.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 
 from verl_tinker.api import wire
 from verl_tinker.api.auth import CallerDep
@@ -32,6 +33,19 @@ async def checkpoint_path(run_id: str, kind: str, name: str) -> str:
 
 PathDep = Annotated[str, Depends(checkpoint_path)]
 
+# SDKs before this one fail on a whole listing that holds a checkpoint of the type "external".
+KNOWS_EXTERNAL = (0, 28)
+
+
+async def known_kinds(request: Request) -> frozenset[str]:
+    """The kinds of checkpoint that the caller's SDK can read, by the version that it sends; all for other clients."""
+    version = re.match(r"(\d+)\.(\d+)", request.headers.get("x-stainless-package-version", ""))
+    old = version is not None and tuple(map(int, version.groups())) < KNOWS_EXTERNAL
+    return frozenset(KINDS) - ({"external_weights"} if old else set())
+
+
+KindsDep = Annotated[frozenset[str], Depends(known_kinds)]
+
 
 @router.get("/training_runs")
 async def list_training_runs(
@@ -50,15 +64,16 @@ async def get_training_run(
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-async def list_run_checkpoints(run_id: str, service: ServiceDep, caller: CallerDep) -> dict:
-    return {"checkpoints": [_checkpoint(c) for c in await service.catalog.run_checkpoints(caller, run_id)]}
+async def list_run_checkpoints(run_id: str, service: ServiceDep, caller: CallerDep, kinds: KindsDep) -> dict:
+    checkpoints = await service.catalog.run_checkpoints(caller, run_id)
+    return {"checkpoints": [_checkpoint(c) for c in checkpoints if c.path.kind in kinds]}
 
 
 @router.get("/checkpoints")
 async def list_checkpoints(
-    service: ServiceDep, caller: CallerDep, limit: Limit = 100, offset: Offset = 0
+    service: ServiceDep, caller: CallerDep, kinds: KindsDep, limit: Limit = 100, offset: Offset = 0
 ) -> dict:
-    checkpoints = await service.catalog.checkpoints(caller)
+    checkpoints = [c for c in await service.catalog.checkpoints(caller) if c.path.kind in kinds]
     page = [_checkpoint(c) for c in checkpoints[offset : offset + limit]]
     return {"checkpoints": page, "cursor": _cursor(limit, offset, len(checkpoints))}
 
