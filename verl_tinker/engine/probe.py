@@ -14,7 +14,10 @@ from verl_tinker.core.errors import SyncError
 
 FILE = "probe.json"
 _LENGTH = 48
-_FLOAT32_LIMIT = 1e-4
+# Rounding, measured with SmolLM2-135M against float64: 1e-5 on average and 3e-5 at most with AVX-512, 9e-5 at one position
+# where vLLM's kernels have AVX2 alone.
+_FLOAT32_MEAN_LIMIT = 5e-5
+_FLOAT32_LIMIT = 5e-4
 _BF16_MEAN_LIMIT = 0.1
 _BF16_MIN_CORRELATION = 0.9
 _BF16_LEAST_MOVE = 0.08
@@ -41,7 +44,7 @@ def read(folder: Path) -> tuple[str, np.ndarray] | None:
 
 
 class Comparison:
-    """Judges each transfer. In float32 (`exact`) every log-probability must agree within 1e-4 nats.
+    """Judges each transfer. In float32 (`exact`) they must agree within 5e-5 nats on average and 5e-4 everywhere.
 
     In bf16 rounding hides small steps, so the mean gap is bounded, and the sampler must have moved as the trainer has
     since the run's last transfer. Moves too small to be told from rounding add up until they can be.
@@ -55,9 +58,10 @@ class Comparison:
         """Raise SyncError beyond the limits. `run_id` "" is the base model, from which every run starts."""
         gap = np.abs(trainer - sampler)
         if self.exact:
-            if not gap.max() <= _FLOAT32_LIMIT:
-                raise SyncError(f"version {version}: trainer and sampler differ by {gap.max():.2e} nats on the probe "
-                                f"(limit {_FLOAT32_LIMIT:.0e}); the version is not served")
+            if not (gap.max() <= _FLOAT32_LIMIT and gap.mean() <= _FLOAT32_MEAN_LIMIT):
+                raise SyncError(f"version {version}: trainer and sampler differ by {gap.max():.2e} nats on the probe (limit "
+                                f"{_FLOAT32_LIMIT:.0e}; on average {gap.mean():.2e}, limit {_FLOAT32_MEAN_LIMIT:.0e}); the "
+                                "version is not served")
             return
         if not gap.mean() <= _BF16_MEAN_LIMIT:
             raise SyncError(f"version {version}: trainer and sampler differ by {gap.mean():.3f} nats on average "
