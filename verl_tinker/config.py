@@ -66,7 +66,9 @@ class ServerConfig:
     allow_without_keys: bool = False
     max_concurrent_samples: int = 256
     max_waiting_samples: int = 20_000
+    # In the workers' memory; beyond them, and after resting for park_after_s, runs wait on disk.
     max_training_runs: int = 16
+    park_after_s: float | None = 600.0
     session_timeout_s: float = 900.0
     keep_versions: int = 8
     keep_last_checkpoints: int = 0
@@ -77,7 +79,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _at_least(self, "server", max_concurrent_samples=1, max_waiting_samples=1, max_training_runs=1,
                   keep_versions=1, keep_last_checkpoints=0, port=0)
-        _positive(self, "server", "session_timeout_s", "server_max_runtime")
+        _positive(self, "server", "session_timeout_s", "server_max_runtime", "park_after_s")
         if self.port > 65535:
             raise ConfigError(f"server.port is {self.port}; it must be at most 65535")
         if not (self.is_on_loopback or self.api_keys_file or self.allow_without_keys):

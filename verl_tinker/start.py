@@ -128,6 +128,7 @@ class Server:
                 self.engine,
                 config.checkpoint_dir,
                 max_runs=config.server.max_training_runs,
+                park_after_s=config.server.park_after_s,
                 session_timeout_s=config.server.session_timeout_s,
                 max_loaded_versions=config.server.keep_versions,
                 max_concurrent_samples=config.server.max_concurrent_samples,

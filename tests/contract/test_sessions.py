@@ -11,7 +11,8 @@ from raw import Raw
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_a_second_run_is_refused_by_the_name_of_the_first(server, client, training, connect):
+def test_a_second_run_beside_full_fine_tuning_is_refused_by_the_name_of_the_first(server, client, connect):
+    training = client.create_lora_training_client(base_model=BASE, rank=0).result(20)
     other = connect(server)
     for second in (client, other):
         with pytest.raises(tinker.RequestFailedError, match=training.model_id) as failure:
@@ -37,7 +38,7 @@ def test_a_silent_session_makes_room(start_server):
     server = start_server(session_timeout_s=0.3)
     with server.http() as http:
         first, second = Raw(http), Raw(http)
-        first.create()
+        first.create(rank=0)
         assert "makes room" in second.create(0)["error"]
         time.sleep(0.4)
         assert second.create(1) == {"model_id": f"{second.session}:train:1", "type": "create_model"}
@@ -49,7 +50,7 @@ def test_heartbeats_hold_the_place(start_server):
     server = start_server(session_timeout_s=0.5)
     with server.http() as http:
         first, second = Raw(http), Raw(http)
-        first.create()
+        first.create(rank=0)
         for n in range(4):
             time.sleep(0.2)
             assert http.post("/session_heartbeat", json={"session_id": first.session}).status_code == 200
@@ -65,7 +66,7 @@ def test_what_a_leaving_run_was_promised_is_kept(server, raw):
     accepted = second.post("create_model", session_id=second.session, model_seq_id=0, base_model=BASE)
     server.engine.hold.clear()
     assert raw.binary(promised[0]).metrics["loss:sum"] == pytest.approx(4.04)
-    assert raw.result(promised[1])["metrics"] == {"grad_norm": 4.0}
+    assert raw.result(promised[1])["metrics"] == {"grad_norm": 4.0, "weights_version": 2.0}
     assert "is finished (success)" in raw.result(late)["error"]
     assert second.result(accepted["request_id"])["model_id"] == second.model
     names = server.engine.names()

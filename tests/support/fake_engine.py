@@ -15,10 +15,14 @@ import numpy as np
 from verl_tinker.core.errors import EngineError
 from verl_tinker.core.types import (
     EMPTY_CELL,
+    NO_TARGET,
     BaseModelInfo,
+    Draws,
     ForwardBackwardResult,
+    Matrix,
     ModelInfo,
     SampledSequence,
+    SampleRequest,
     SampleResult,
     TopK,
 )
@@ -44,8 +48,9 @@ class FakeEngine:
 
     A step adds learning_rate * (sum + moment), and the moment then is that sum; with beta1 0 it is left out. A sampled
     token is 100 plus the version's weight in thousandths; its log-probability is the weight minus 0.5. A prompt with
-    tokens from 500 up has an answer of its own (`drawn_tokens`), scored as prompts are. The text of a token is its
-    number after a blank.
+    tokens from 500 up has an answer of its own (`drawn_tokens`), scored as prompts are. Targets are scored as prompts are,
+    and so are the draws for a prompt token, which are the numbers that follow it. The text of a token is its number
+    after a blank.
     """
 
     def __init__(self, delay: float = 0.0):
@@ -118,6 +123,15 @@ class FakeEngine:
         model.weight, moment = json.loads((folder / "state.json").read_text())
         model.moment, model.gradient = (moment if optimizer else 0.0), 0.0
 
+    async def park(self, model_id, folder):
+        await self._train("park", model_id)
+        model = self.models.pop(model_id)
+        (folder / "parked.json").write_text(json.dumps([model.weight, model.gradient, model.moment]))
+
+    async def unpark(self, model_id, spec, folder):
+        await self._train("unpark", model_id)
+        self.models[model_id] = _Model(spec, *json.loads((folder / "parked.json").read_text()))
+
     async def export_weights(self, model_id, folder):
         await self._train("export_weights", model_id)
         (folder / "weights.json").write_text(json.dumps(self.models[model_id].weight))
@@ -169,8 +183,8 @@ class FakeEngine:
             topk = _topk(n, request.topk_prompt_logprobs)
             topk.ids[0], topk.logprobs[0] = 0, EMPTY_CELL
         return SampleResult(
-            [sequence] * request.num_samples, version, scores if request.prompt_logprobs else None, topk
-        )
+            [sequence] * request.num_samples, version, scores if request.prompt_logprobs else None, topk,
+            target_prompt=_targets(weight, request.target_prompt), prompt_alt=_draws(weight, request))
 
     async def _train(self, name, *facts):
         self.overlapped = self.overlapped or bool(self.running)
@@ -198,6 +212,20 @@ def drawn_tokens(weight: float, prompt, length: int) -> np.ndarray:
     prompt = np.asarray(prompt, np.int64)
     own = prompt[prompt >= OWN].sum()
     return ((100 + round(weight * 1000) + own * np.arange(1, length + 1)) % VOCAB).astype(np.int32)
+
+
+def _targets(weight: float, targets: Matrix | None) -> Matrix | None:
+    if targets is None:
+        return None
+    scores = np.where(targets.values == NO_TARGET, 0, weight - 1 - targets.values / 1000).astype(np.float32)
+    return replace(targets, values=scores)
+
+
+def _draws(weight: float, request: SampleRequest) -> Draws | None:
+    if not request.prompt_alt_k:
+        return None
+    ids = (request.prompt[1:, None] + 1 + np.arange(request.prompt_alt_k)) % VOCAB
+    return Draws(ids.astype(np.int32), (weight - 1 - ids / 1000).astype(np.float32))
 
 
 def _until_stop(tokens: np.ndarray, stop: list | None) -> tuple[np.ndarray, str]:

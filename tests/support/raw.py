@@ -23,13 +23,13 @@ class Raw:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def create(self, number: int = 0) -> dict:
+    def create(self, number: int = 0, rank: int = 4) -> dict:
         accepted = self.post(
             "create_model",
             session_id=self.session,
             model_seq_id=number,
             base_model=self.base_model,
-            lora_config={"rank": 4},
+            lora_config={"rank": rank},
         )
         return self.result(accepted["request_id"])
 

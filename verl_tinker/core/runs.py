@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl_tinker.core.access import Caller, may_see
 from verl_tinker.core.errors import CapacityError, NotFound, RunLost, TinkerError
@@ -17,7 +18,11 @@ from verl_tinker.core.types import ModelSpec
 
 @dataclass
 class Run:
-    """A live training run. `spec` is what the engine made of the request; `notes` tell the difference."""
+    """A live training run. `spec` is what the engine made of the request; `notes` tell the difference.
+
+    `parked` is the folder of a run that is not in the workers' memory. `version` counts its weights: 1 as created, one
+    more for each step and load.
+    """
 
     run_id: str
     session: Session
@@ -28,10 +33,17 @@ class Run:
     last_request: float
     has_gradient: bool = False
     is_leaving: bool = False
+    parked: Path | None = None
+    version: int = 1
+
+    @property
+    def can_be_parked(self) -> bool:
+        # Full fine-tuning has the workers to itself anyway.
+        return self.parked is None and self.spec.lora is not None
 
 
 class RunTable:
-    """The live runs, at most `max_runs`."""
+    """The live runs, at most `max_runs` of them in the workers' memory and the others parked."""
 
     def __init__(self, sessions: SessionTable, max_runs: int, journal: Journal, resume_from: Callable[[str], str | None]):
         """`resume_from` gives the newest path from which a run's client may go on."""
@@ -92,7 +104,8 @@ class RunTable:
         return [run for run in self._runs.values() if run.session.session_id == session_id]
 
     def to_make_way(self, spec: ModelSpec) -> list[Run]:
-        """The runs that must be dropped before a new one of `spec` is created; CapacityError when too few may be."""
+        """The runs whose sessions are over and whose places a new one of `spec` needs; CapacityError when it must be
+        alone and is not."""
         over = [run for run in self._runs.values() if self._sessions.over(run.session)]
         full = spec.lora is None
         # Full fine-tuning changes the weights that adapters share, so it is alone.
@@ -101,11 +114,17 @@ class RunTable:
                 kind = "full fine-tuning (lora_config.rank 0)" if full else "an adapter beside full fine-tuning"
                 raise CapacityError(self._refusal(f"{kind} needs all training runs of others to end, and some live", over))
             return over
-        surplus = len(self._runs) + 1 - self._max_runs
-        if len(over) < surplus:
-            number = "one training run" if self._max_runs == 1 else f"{self._max_runs} training runs"
-            raise CapacityError(self._refusal(f"this server trains {number} at a time (server.max_training_runs)", over))
-        return over[: max(surplus, 0)]
+        return over if self._surplus() > 0 else []
+
+    def to_park(self) -> Run | None:
+        """The run that rests the longest, where one must leave memory before one more may come; else None."""
+        if self._surplus() <= 0:
+            return None
+        return min((run for run in self._runs.values() if run.can_be_parked), key=lambda run: run.last_request, default=None)
+
+    def _surplus(self) -> int:
+        """How many runs too many are in memory for one more."""
+        return sum(run.parked is None for run in self._runs.values()) + 1 - self._max_runs
 
     def why_over(self, run: Run) -> str:
         session = run.session
@@ -118,7 +137,7 @@ class RunTable:
             f"{run.run_id} (base model {run.spec.base_model}, "
             f"last sign {self._sessions.silence(run.session):.0f} s ago)"
             for run in self._runs.values()
-            if run not in over
+            if run not in over and run.parked is None
         )
         return (
             f"{reason}; the place is held by {holders}. Close that client by ServiceClient.close('success'), which "

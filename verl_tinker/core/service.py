@@ -17,6 +17,7 @@ from verl_tinker.core.downloads import Downloads
 from verl_tinker.core.errors import EngineError
 from verl_tinker.core.futures import FutureStore, Limits
 from verl_tinker.core.journal import Journal
+from verl_tinker.core.parking import Parking
 from verl_tinker.core.queue import CommandQueue
 from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sampling import Sampling
@@ -61,6 +62,7 @@ class Service:
         max_concurrent_samples: int = 64,
         max_waiting_samples: int = 20_000,
         keep_last_checkpoints: int = 0,
+        park_after_s: float | None = None,
         limits: Limits | None = None,
     ):
         """`max_loaded_versions` is for each live run, and once more for the checkpoints of all other runs."""
@@ -80,8 +82,10 @@ class Service:
         self.samplers = SamplerTable(
             versions, self._checkpoints, lambda run_id: self.runs.find(run_id) is not None, self.journal
         )
+        parking = Parking(engine, self.runs, self._checkpoints, park_after_s)
         self.training = Training(
-            engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions, self.journal, records
+            engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions, self.journal, records,
+            parking
         )
         self.saving = Saving(engine, self.training, self._checkpoints, versions, self.samplers)
         self.sampling = Sampling(
@@ -137,8 +141,8 @@ class Service:
     async def recover(self, reason: str) -> None:
         """Start the engine again after a part of it died; raises when it does not start.
 
-        Live runs end with the reason, for their weights died; saved checkpoints and snapshots are loaded again when
-        they are asked for.
+        Live runs end with the reason, for their weights died, but parked ones go on; saved checkpoints and snapshots are
+        loaded again when they are asked for.
         """
         log.error("the engine failed and starts again: %s", reason)
         self.health = Health("starting", phase=f"starting the engine again, because {reason}")
@@ -146,7 +150,8 @@ class Service:
         await self.sampling.close()
         await self._queue.close()
         for run in self.runs.all():
-            self.runs.remove(run, reason, "server")
+            if run.parked is None:
+                self.runs.remove(run, reason, "server")
         self._versions.unload_all()
         await self.engine.close()
         await self.start()
@@ -162,6 +167,8 @@ class Service:
                 self.training.release(run)
             for version in self.samplers.release(session.session_id):
                 await self._versions.evict(version, f"its session ended ({session.finished})")
+        for run in self.runs.all():
+            self.training.park(run)
         self.futures.prune()
         await self.catalog.sweep_expired()
 

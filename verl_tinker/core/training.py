@@ -14,6 +14,7 @@ from verl_tinker.core.checkpoints import KINDS, Checkpoint, RunRecord, parse_pat
 from verl_tinker.core.errors import TinkerError, UserError
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.journal import Journal
+from verl_tinker.core.parking import Parking
 from verl_tinker.core.queue import Action, Chunk, CommandQueue
 from verl_tinker.core.records import RecordRing
 from verl_tinker.core.runs import Run, RunTable
@@ -45,6 +46,7 @@ class Training:
         versions: VersionTable,
         journal: Journal,
         records: RecordRing,
+        parking: Parking,
     ):
         self._engine = engine
         self._futures = futures
@@ -55,6 +57,7 @@ class Training:
         self._versions = versions
         self._journal = journal
         self._steps = Steps(engine, records)
+        self._parking = parking
 
     # Runs
 
@@ -151,6 +154,7 @@ class Training:
             # Accepted commands of the leaving run still end with their own results.
             await self._queue.drain(run.run_id)
             await self._drop(run, self._runs.why_over(run))
+        await self._parking.make_room()
 
     def release(self, run: Run) -> None:
         """Drop a run whose session is over, once what it has submitted has ended."""
@@ -163,11 +167,23 @@ class Training:
             run.is_leaving = True
             self._queue.submit(run.run_id, None, "drop", drop, run.session.owner)
 
+    def park(self, run: Run) -> None:
+        """Have an idle run parked, once what it has submitted has ended."""
+
+        async def park() -> None:
+            if self._runs.find(run.run_id) is run:
+                await self._parking.park_if_idle(run)
+
+        if self._parking.is_idle(run):
+            self._queue.submit(run.run_id, None, "park", park, run.session.owner)
+
     async def _drop(self, run: Run, reason: str) -> None:
         log.info("dropping %s: %s", run.run_id, reason)
         self._runs.remove(run, reason)
         await self._versions.evict_group(run.run_id, f"the training run {run.run_id} was dropped: {reason}")
-        await self._engine.drop_model(run.run_id)
+        if run.parked is None:
+            await self._engine.drop_model(run.run_id)
+        await self._parking.forget(run)
 
     def _training_checkpoint(self, path: str, reader: Caller) -> Checkpoint:
         parsed = parse_path(path)
@@ -191,7 +207,8 @@ class Training:
         backward: bool,
     ) -> Future:
         async def run_together(batches: list[list[Datum]]) -> list[ForwardBackwardResult | TinkerError]:
-            return await self._steps.run(self._runs.get(model_id), batches, loss_fn, config, backward)
+            run = await self._parking.loaded(self._runs.get(model_id))
+            return await self._steps.run(run, batches, loss_fn, config, backward)
 
         key = (loss_fn, tuple(sorted(config.items())), backward)
         return self.submit(caller, model_id, seq, step_kind(backward), Chunk(key, data, run_together))
@@ -206,7 +223,8 @@ class Training:
                 )
             metrics = await self._engine.optim_step(model_id, adam)
             run.has_gradient = False
-            return {"metrics": metrics}
+            run.version += 1
+            return {"metrics": {**metrics, "weights_version": float(run.version)}}
 
         return self.submit(caller, model_id, seq, "optim_step", self.on_run(model_id, step))
 
@@ -218,6 +236,7 @@ class Training:
             check_same_shape(run.spec, checkpoint.spec, path)
             await self._engine.load_state(model_id, self._checkpoints.folder(checkpoint.path), with_optimizer)
             run.has_gradient = False
+            run.version += 1
             return {"model_id": model_id, "path": path}
 
         return self.submit(caller, model_id, seq, "load_weights", self.on_run(model_id, load))
@@ -242,10 +261,10 @@ class Training:
         return self._queue.submit(model_id, seq, kind, work, owner or "")
 
     def on_run(self, model_id: str, action: Callable[[Run], Awaitable[object]]) -> Action:
-        """The action on the run as it is when its turn comes."""
+        """The action on the run as it is when its turn comes, back from disk if it was parked."""
 
         async def act() -> object:
-            return await action(self._runs.get(model_id))
+            return await action(await self._parking.loaded(self._runs.get(model_id)))
 
         return act
 

@@ -57,6 +57,12 @@ class Engine(Protocol):
     async def load_state(self, model_id: str, folder: Path, optimizer: bool) -> None:
         """Replace the run's weights by the folder's; without `optimizer` the moments start anew."""
 
+    async def park(self, model_id: str, folder: Path) -> None:
+        """Write all of a run, its gradient too, into an existing empty folder, and free what it held. Adapters only."""
+
+    async def unpark(self, model_id: str, spec: ModelSpec, folder: Path) -> None:
+        """Bring a parked run back as it was, bit for bit. The folder is not needed afterwards."""
+
     async def export_weights(self, model_id: str, folder: Path) -> None:
         """Write the weights alone into `folder`, in PEFT layout, or Hugging Face layout for full fine-tuning."""
 

@@ -17,6 +17,7 @@ from verl_tinker.engine.adapters import Adapter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER_FILE = "optimizer.safetensors"
+_GRADIENT_FILE = "gradient.safetensors"
 
 
 class RunState:
@@ -100,6 +101,19 @@ class RunState:
             for key in _MOMENTS:
                 state[key] = _like(saved[f"{name}.{key}"], p)
             self.optimizer.state[p] = state
+
+
+    def save_gradient(self, folder: Path) -> None:
+        """Write gradient.safetensors when there is a gradient. Adapters only, whose gradients every rank has whole."""
+        gradient = {n: p.grad.detach().cpu().contiguous() for n, p in self.parameters.items() if p.grad is not None}
+        if gradient:
+            save_file(gradient, folder / _GRADIENT_FILE)
+
+    def load_gradient(self, folder: Path) -> None:
+        if not (folder / _GRADIENT_FILE).exists():
+            return
+        for name, gradient in load_file(folder / _GRADIENT_FILE).items():
+            self.parameters[name].grad = _like(gradient, self.parameters[name])
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

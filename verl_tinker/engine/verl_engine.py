@@ -165,6 +165,22 @@ class VerlEngine:
         async with self.turns.turn("training"):
             await self.trainer.call("load_run", model_id, str(folder), optimizer)
 
+    async def park(self, model_id: str, folder: Path) -> None:
+        async with self.turns.turn("training"):
+            await self.trainer.call("park_run", model_id, str(folder), self.runs[model_id].base_model)
+            await self.trainer.call("drop_run", model_id)
+        del self.runs[model_id]
+
+    async def unpark(self, model_id: str, spec: ModelSpec, folder: Path) -> None:
+        async with self.turns.turn("training"):
+            await self.trainer.call("create_run", model_id, spec.lora, self.settings.lora_alpha)
+            try:
+                await self.trainer.call("load_run", model_id, str(folder), True)
+            except BaseException:
+                await self.trainer.call("drop_run", model_id)
+                raise
+        self.runs[model_id] = spec
+
     async def export_weights(self, model_id: str, folder: Path) -> None:
         async with self.turns.turn("training"):
             await self.trainer.call("save_weights", model_id, str(folder), self.runs[model_id].base_model)

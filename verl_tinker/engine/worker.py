@@ -142,8 +142,18 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
             run.save_optimizer(Path(folder), writes=self.rank == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def park_run(self, run_id: str, folder: str, base_model: str) -> None:
+        """All of an adapter run; `load_run` takes the gradient too when it finds one."""
+        run, target = self._select(run_id), Path(folder)
+        with self._loaded():
+            run.save_optimizer(target, writes=self.rank == 0)
+            if self.rank == 0:
+                run.adapter.save(target, base_model)
+                run.save_gradient(target)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_run(self, run_id: str, folder: str, optimizer: bool) -> None:
-        """Weights and, if asked, optimizer state of a saved folder; any accumulated gradient is cleared."""
+        """Weights and, if asked, optimizer state of a saved folder; the gradient becomes a parked run's, or none."""
         run = self._select(run_id)
         if optimizer and not (Path(folder) / OPTIMIZER_FILE).exists():
             raise UserError("path: the checkpoint has no optimizer state; load it without the optimizer, by "
@@ -155,6 +165,7 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
             self._select(run_id)
             if optimizer:
                 run.load_optimizer(Path(folder))
+                run.load_gradient(Path(folder))
 
     def _loaded(self):
         """verl's context in which an offloaded run is on the device; outside it host copies may still be under way."""
