@@ -37,7 +37,7 @@ def test_an_evicted_snapshot_is_refused_by_name(server, raw):
         samplers.append(raw.result(raw.snapshot(10 * n + 3, n))["sampling_session_id"])
     error = raw.result(raw.sample(samplers[0]))
     assert error["category"] == "user"
-    for word in (samplers[0], "newest 2 versions", "save_weights_for_sampler"):
+    for word in (samplers[0], f"{raw.model}, its version 2", "newest 2 versions", "save_weights_for_sampler"):
         assert word in error["error"]
     assert [token(raw, s) for s in samplers[1:]] == [220, 300]
     assert ("retire_version", 1) in server.engine.calls
@@ -88,6 +88,7 @@ def test_an_answer_from_other_weights_is_not_returned(server, raw):
     sampler = raw.result(raw.snapshot(1, 0))["sampling_session_id"]
     error = raw.result(raw.sample(sampler))
     assert error["category"] == "server" and "version 1 was asked for and version 0 answered" in error["error"]
+    assert raw.http.get("/healthz").json() == {"status": "ok", "phase": "ready", "weight_mismatches": 1}
 
 
 def test_names_survive_a_restart(start_server, server, raw):
@@ -106,3 +107,52 @@ def test_names_survive_a_restart(start_server, server, raw):
         assert [c["tinker_path"] for c in listed] == [state_path, sampler_path]
         assert listed[0]["user_metadata"] == {"k": "1"}
         assert again.result(saved["request_id"]) == {"path": state_path, "type": "save_weights"}
+
+
+def inflight(raw, seq, number):
+    accepted = raw.post("save_weights_for_sampler", model_id=raw.model, seq_id=seq, sampling_session_seq_id=number, kind="inflight")
+    return raw.result(accepted["request_id"])["sampling_session_id"]
+
+
+def test_inflight_samplers_follow_the_newest_published_weights(server, raw):
+    train(raw, 1)
+    first = inflight(raw, 3, 0)
+    snapshot = raw.result(raw.snapshot(4, 1))["sampling_session_id"]
+    assert token(raw, first) == token(raw, snapshot) == 140
+    train(raw, 5)
+    # A step alone publishes nothing.
+    assert token(raw, first, 1) == 140
+    second = inflight(raw, 7, 2)
+    assert [token(raw, first, 2), token(raw, second), token(raw, snapshot, 1)] == [220, 220, 140]
+    assert raw.http.get(f"/samplers/{second}").json() == {"sampler_id": second, "base_model": raw.base_model}
+
+
+def test_inflight_weights_are_not_pushed_out_by_snapshots_and_end_with_their_run(server, raw):
+    train(raw, 1)
+    live = inflight(raw, 3, 0)
+    for n in (1, 2, 3):
+        raw.result(raw.snapshot(3 + n, n))
+    assert token(raw, live) == 140
+    assert sorted(server.engine.versions) == [0, 1, 3, 4]
+    inflight(raw, 7, 4)
+    assert sorted(server.engine.versions) == [0, 3, 4, 5]
+    raw.http.post(f"/sessions/{raw.session}/finish", json={"reason": {"type": "success"}})
+    other = Raw(raw.http)
+    other.create()
+    other.result(other.post("create_model", session_id=other.session, model_seq_id=1, base_model=other.base_model,
+                            lora_config={"rank": 4})["request_id"])
+    wait_until(lambda: sorted(server.engine.versions) == [0])
+
+
+def test_a_published_version_in_use_ends_its_answers(server, raw):
+    train(raw, 1)
+    live = inflight(raw, 3, 0)
+    server.engine.hold.add("sample")
+    begun = raw.sample(live)
+    wait_until(lambda: server.engine.samples_at_once == 1)
+    train(raw, 4)
+    inflight(raw, 6, 1)
+    late = raw.sample(live, 1)
+    server.engine.hold.clear()
+    assert [raw.binary(request).sequences[0].tokens[0] for request in (begun, late)] == [140, 220]
+    wait_until(lambda: sorted(server.engine.versions) == [0, 2])

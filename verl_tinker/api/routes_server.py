@@ -21,7 +21,8 @@ router = APIRouter(dependencies=[Depends(require_ready)])
 async def healthz(service: ServiceDep) -> JSONResponse:
     health = service.health
     if health.status == "ok":
-        return JSONResponse({"status": "ok", "phase": "ready"})
+        mismatches = service.sampling.mismatches
+        return JSONResponse({"status": "ok", "phase": "ready"} | ({"weight_mismatches": mismatches} if mismatches else {}))
     if health.status == "starting":
         return JSONResponse({"status": "starting", "phase": health.phase}, 503)
     return JSONResponse({"status": "failed", "reason": health.reason}, 503)

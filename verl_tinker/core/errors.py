@@ -49,6 +49,10 @@ class SyncError(EngineError):
     """Sampler and trainer disagree after a weight transfer; the version is not served."""
 
 
+class WrongWeights(EngineError):
+    """Other weights answered than were asked for; the answer is not returned, and counted."""
+
+
 class RunLost(TinkerError):
     """A training run that this server once held and holds no more, through no fault of its user."""
 

@@ -1,6 +1,6 @@
 """Samplers: names for weight versions, and the way from a name to loaded weights.
 
-Owns which weights a sampler stands for; that never changes. Does not sample.
+Owns which weights a sampler stands for; that never changes, but for inflight samplers, which ask for it. Does not sample.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MOST_CLIENTS = 1_000_000_000
 
 @dataclass
 class Sampler:
-    """A base model (neither of the two), an unnamed snapshot, or a checkpoint by path and uid.
+    """A base model (none of the three), an unnamed snapshot, a checkpoint by path and uid, or a run's inflight weights.
 
-    `is_lost`: it was a snapshot in an earlier server, whose weights ended with that.
+    `is_lost`: its weights ended with an earlier server.
     """
 
     sampler_id: str
@@ -35,6 +35,7 @@ class Sampler:
     snapshot: Version | None = None
     path: CheckpointPath | None = None
     checkpoint_uid: str | None = None
+    inflight_run: str | None = None
     is_lost: bool = False
     clones: int = 0
 
@@ -56,6 +57,7 @@ class SamplerTable:
         self._is_live = is_live
         self._samplers: dict[str, Sampler] = {}
         self._released: set[str] = set()
+        self._inflight: dict[str, Version] = {}
 
     def get(self, sampler_id: str, caller: Caller) -> Sampler:
         sampler = self.find(sampler_id)
@@ -72,9 +74,16 @@ class SamplerTable:
     def add(self, sampler: Sampler) -> Sampler:
         self._journal.add_sampler(SamplerRecord(
             sampler.sampler_id, sampler.owner, sampler.session_id, sampler.base_model,
-            str(sampler.path) if sampler.path else None, sampler.checkpoint_uid, sampler.snapshot is not None))
+            str(sampler.path) if sampler.path else None, sampler.checkpoint_uid,
+            sampler.snapshot is not None or sampler.inflight_run is not None))
         self._samplers[sampler.sampler_id] = sampler
         return sampler
+
+    def publish(self, run_id: str, version: Version) -> Version | None:
+        """Make a version what all inflight samplers of a run stand for from now on; the one before, for the caller to
+        evict."""
+        before, self._inflight[run_id] = self._inflight.get(run_id), version
+        return before
 
     def release(self, session_id: str) -> list[Version]:
         """The snapshots that only this session's samplers stood for, which the caller evicts."""
@@ -90,7 +99,7 @@ class SamplerTable:
         # Clients that joined before must not meet new ones in their range of numbers.
         clones = secrets.randbelow(_MOST_CLIENTS // 2) + _MOST_CLIENTS // 4
         path = parse_path(record.path) if record.path else None
-        sampler = Sampler(sampler_id, record.session_id, record.base_model, record.owner, None, path, record.uid,
+        sampler = Sampler(sampler_id, record.session_id, record.base_model, record.owner, path=path, checkpoint_uid=record.uid,
                           is_lost=record.is_snapshot, clones=clones)
         self._samplers[sampler_id] = sampler
         return sampler
@@ -118,8 +127,8 @@ class SamplerTable:
         """The loaded version that a sampler stands for, None for the base model; never any other weights."""
         if sampler.is_lost:
             raise Evicted(
-                f"sampler {sampler.sampler_id} cannot answer: it was an unnamed snapshot, and its weights ended when the "
-                "server restarted; resume the run from a saved state, and give a name to weights that must stay"
+                f"sampler {sampler.sampler_id} cannot answer: its weights had no name and ended when the server "
+                "restarted; resume the run from a saved state, and give a name to weights that must stay"
             )
         if sampler.snapshot is not None:
             if sampler.snapshot.evicted:
@@ -129,9 +138,18 @@ class SamplerTable:
                     "to weights that must stay"
                 )
             return sampler.snapshot
+        if sampler.inflight_run is not None:
+            return self._newest(sampler)
         if sampler.path is None:
             return None
         return self._versions.find(sampler.checkpoint_uid) or await self._reload(sampler)
+
+    def _newest(self, sampler: Sampler) -> Version:
+        version = self._inflight[sampler.inflight_run]
+        if version.evicted:
+            raise Evicted(f"sampler {sampler.sampler_id} cannot answer: {version.evicted}. Its weights were those of a live "
+                          "run; save with save_weights_for_sampler and a name what must outlive the run")
+        return version
 
     async def _reload(self, sampler: Sampler) -> Version:
         path = sampler.path
@@ -143,4 +161,4 @@ class SamplerTable:
             )
         group = path.run_id if self._is_live(path.run_id) else OTHER_RUNS
         folder = self._checkpoints.folder(path)
-        return await self._versions.load(checkpoint.spec.base_model, group, folder, checkpoint.uid)
+        return await self._versions.load(checkpoint.spec.base_model, group, folder, str(path), checkpoint.uid)

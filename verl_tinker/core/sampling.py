@@ -15,7 +15,7 @@ import numpy as np
 from verl_tinker.core.access import Caller
 from verl_tinker.core.checkpoints import parse_path
 from verl_tinker.core.completions import CompletionTable
-from verl_tinker.core.errors import EngineError, Overloaded, TinkerError, UserError
+from verl_tinker.core.errors import EngineError, Overloaded, TinkerError, UserError, WrongWeights
 from verl_tinker.core.fair import FairSlots
 from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.records import RecordRing
@@ -58,6 +58,8 @@ class Sampling:
         self._accepted: OrderedDict[tuple[str, int], Future] = OrderedDict()
         self._tasks: dict[str, asyncio.Task] = {}
         self.completions = CompletionTable()
+        # How often other weights answered than were asked for, since the server started.
+        self.mismatches = 0
 
     def create_session(
         self,
@@ -146,6 +148,9 @@ class Sampling:
                 self._records.add(sampler.session_id, future.sequence_ids, result)
             await self._futures.succeed(future, result)
         except TinkerError as error:
+            if isinstance(error, WrongWeights):
+                self.mismatches += 1
+                log.error("sample of %s: %s", sampler.sampler_id, error)
             future.fail(error)
         except asyncio.CancelledError:
             future.fail(EngineError("the server stopped while this sample ran"))
@@ -164,7 +169,7 @@ class Sampling:
 
     def _checked(self, result: SampleResult, number: int, request: SampleRequest) -> SampleResult:
         if result.version != number:
-            raise EngineError(
+            raise WrongWeights(
                 f"weights version {number} was asked for and version {result.version} answered; not returned"
             )
         if len(result.sequences) != request.num_samples:

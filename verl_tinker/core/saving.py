@@ -80,7 +80,7 @@ class Saving:
             )
             try:
                 await self._versions.load(
-                    run.spec.base_model, model_id, self._checkpoints.folder(path), checkpoint.uid
+                    run.spec.base_model, model_id, self._checkpoints.folder(path), str(path), checkpoint.uid
                 )
             except BaseException:
                 # Weights that failed the check must not be found under a name later.
@@ -122,9 +122,9 @@ class Saving:
     def save_snapshot(
         self, caller: Caller, model_id: str, seq: int | None, sampling_session_seq_id: int, inflight: bool
     ) -> Future:
+        """A sampler without a name: of the weights as they are, or of the newest that are published as inflight."""
+
         async def save(run: Run) -> dict:
-            if inflight:
-                raise UserError("kind 'inflight' is not supported; use kind='snapshot', whose weights stay as saved")
             sampler_id = f"{run.session.session_id}:sample:{sampling_session_seq_id}"
             if self._samplers.find(sampler_id):
                 raise UserError(f"sampling_session_seq_id {sampling_session_seq_id} is taken by {sampler_id}")
@@ -132,10 +132,17 @@ class Saving:
             folder = self._checkpoints.scratch()
             async with self._discarded_on_failure(folder, sampler_id):
                 await self._engine.export_sampler(model_id, folder)
-                version = await self._versions.load(run.spec.base_model, model_id, folder)
-            self._samplers.add(
-                Sampler(sampler_id, run.session.session_id, version.base_model, run.session.owner, version)
-            )
+                made_by = f"{model_id}, its version {run.version}"
+                version = await self._versions.load(run.spec.base_model, model_id, folder, made_by, is_kept=inflight)
+            sampler = Sampler(sampler_id, run.session.session_id, version.base_model, run.session.owner)
+            if inflight:
+                sampler.inflight_run = model_id
+                before = self._samplers.publish(model_id, version)
+                if before is not None:
+                    await self._versions.evict(before, "newer inflight weights took its place")
+            else:
+                sampler.snapshot = version
+            self._samplers.add(sampler)
             return {"sampling_session_id": sampler_id}
 
         return self._training.submit(

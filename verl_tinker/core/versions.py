@@ -18,13 +18,18 @@ from verl_tinker.engine.base import Engine
 
 @dataclass(eq=False)
 class Version:
-    """Weights that the engine can sample. `checkpoint_id` None is an unnamed snapshot, whose folder we delete."""
+    """Weights that the engine can sample. `checkpoint_id` None is an unnamed snapshot, whose folder we delete.
+
+    `made_by` tells where they come from. `is_kept`: newer versions of its group do not push it out.
+    """
 
     number: int
     base_model: str
     group: str
     folder: Path
+    made_by: str
     checkpoint_id: str | None = None
+    is_kept: bool = False
     users: int = 0
     evicted: str | None = None
     is_loaded: bool = True
@@ -44,15 +49,18 @@ class VersionTable:
         # The engine loads and retires one version at a time, from training commands and from samples alike.
         self._loading = asyncio.Lock()
 
-    async def load(self, base_model: str, group: str, folder: Path, checkpoint_id: str | None = None) -> Version:
+    async def load(
+        self, base_model: str, group: str, folder: Path, made_by: str, checkpoint_id: str | None = None, is_kept: bool = False
+    ) -> Version:
         """Make a folder sampleable under a new number, and evict the oldest of its group beyond the limit."""
         async with self._loading:
             known = self.find(checkpoint_id) if checkpoint_id else None
             if known:
                 return known
             self._last += 1
-            version = Version(self._last, base_model, group, folder, checkpoint_id)
-            await self._make_room(group)
+            version = Version(self._last, base_model, group, folder, made_by, checkpoint_id, is_kept)
+            if not is_kept:
+                await self._make_room(group)
             await self._engine.load_version(version.number, base_model, folder)
             self._loaded[version.number] = version
             return version
@@ -102,12 +110,12 @@ class VersionTable:
             await self.evict(version, reason)
 
     async def _make_room(self, group: str) -> None:
-        members = [v for v in self._loaded.values() if v.group == group]
+        members = [v for v in self._loaded.values() if v.group == group and not v.is_kept]
         for version in members[: max(0, len(members) - self._per_group + 1)]:
             await self._evict(
                 version,
-                f"the weights of version {version.number} are not loaded any more: this server keeps the newest "
-                f"{self._per_group} versions of a run sampleable",
+                f"the weights of version {version.number} ({version.made_by}) are not loaded any more: this server keeps "
+                f"the newest {self._per_group} versions of a run sampleable (server.keep_versions)",
             )
 
     async def _evict(self, version: Version, reason: str) -> None:

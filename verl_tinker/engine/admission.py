@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from verl_tinker.core.errors import EngineError, Evicted
+from verl_tinker.core.errors import Evicted, WrongWeights
 from verl_tinker.core.types import SampleRequest
 
 BASE = 0
@@ -103,7 +103,7 @@ class Admission:
         """Raise unless vLLM answered from the weights that were asked for."""
         wanted = adapter_label(item.version) if item.adapter else None
         if adapter_name != wanted or item.base != self.loaded_base:
-            raise EngineError(f"asked version {item.version}, but vLLM answered from {adapter_name} on {self.loaded_base}")
+            raise WrongWeights(f"asked version {item.version}, but vLLM answered from {adapter_name} on {self.loaded_base}")
 
     def unload(self, version: int) -> None:
         """Refuse the version from now on; requests that were accepted still end on it."""
