@@ -107,18 +107,22 @@ async def training_gaps(engine, lora: bool, scratch: Path, name: str) -> dict[st
     vocabulary = engine.base_models()[0].vocab_size
     twin = await start_run(engine, lora, scratch, name)
     await engine.load_state(name, scratch / f"{name}-start", optimizer=False)
-    loss_gap = norm_gap = 0.0
+    loss_gap = norm_gap = update_gap = 0.0
     for i in range(3):
         data = batch(vocabulary, seed=20 + i)
         result = await engine.forward_backward(name, data, "cross_entropy", {}, True)
         loss = twin.forward_backward(data)
         loss_gap = max(loss_gap, abs(result.metrics["loss:sum"] - loss) / max(1.0, abs(loss)))
         metrics = await engine.optim_step(name, ADAM)
+        before = {name: p.detach().clone() for name, p in twin.parameters.items()}
         norm = twin.step(ADAM)
         norm_gap = max(norm_gap, abs(metrics["grad_norm"] - norm) / norm)
+        moved = sum(float((p.detach() - before[name]).double().square().sum()) for name, p in twin.parameters.items()) ** 0.5
+        update_gap = max(update_gap, abs(metrics["update_norm"] - moved) / moved)
     steps = await weights_gap(engine, twin, scratch, name, "three")
     await engine.drop_model(name)
-    return {"loss, relative": loss_gap, "gradient norm, relative": norm_gap, "weights after 3 AdamW steps": steps}
+    return {"loss, relative": loss_gap, "gradient norm, relative": norm_gap, "update norm, relative": update_gap,
+            "weights after 3 AdamW steps": steps}
 
 
 async def gradient_gap(engine, lora: bool, scratch: Path, name: str) -> float:

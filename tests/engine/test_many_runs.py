@@ -47,14 +47,22 @@ def carry_out(live, name: str, command: tuple, folder) -> None:
         live.do(engine.load_state(name, folder / name, True))
 
 
-def adapters_after(live, order: list[str], folder) -> dict[str, dict]:
-    """Carry out the runs' programs, each in its own order, the runs in the given order; their adapters."""
+def adapters_after(live, order: list[str], folder, parks: random.Random | None = None) -> dict[str, dict]:
+    """Carry out the runs' programs, each in its own order, the runs in the given order; their adapters.
+
+    With `parks` every third command finds its run on disk.
+    """
     folder.mkdir()
     vocabulary = live.settings.models[0].vocab_size
     left = {name: program(name, vocabulary) for name in sorted(set(order))}
     for name in left:
         live.do(live.engine.create_model(name, ModelSpec(live.name, SPECS[name])))
-    for name in order:
+    for n, name in enumerate(order):
+        if parks and parks.random() < 0.3:
+            parked = folder / f"parked-{n}"
+            parked.mkdir()
+            live.do(live.engine.park(name, parked))
+            live.do(live.engine.unpark(name, ModelSpec(live.name, SPECS[name]), parked))
         carry_out(live, name, left[name].pop(0), folder)
     results = {}
     for name in left:
@@ -73,8 +81,9 @@ def check_isolation(live, tmp_path, orders: int) -> None:
         alone |= adapters_after(live, [name] * length, tmp_path / f"alone-{name}")
     for n in range(orders):
         order = [name for name in SPECS for _ in range(length)]
-        random.Random(n).shuffle(order)
-        together = adapters_after(live, order, tmp_path / f"together-{n}")
+        rng = random.Random(n)
+        rng.shuffle(order)
+        together = adapters_after(live, order, tmp_path / f"together-{n}", rng)
         for name, tensors in alone.items():
             assert together[name].keys() == tensors.keys()
             gap = max(float((together[name][key] - tensor).abs().max()) for key, tensor in tensors.items())

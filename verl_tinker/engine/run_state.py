@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl_tinker.core.errors import UserError
+from verl_tinker.core.types import AdamParams
 from verl_tinker.engine.adapters import Adapter
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -66,12 +67,35 @@ class RunState:
 
     def _check_gradients(self, group) -> None:
         """Raise on every rank when any rank's share holds a number that is not finite."""
-        local = [g.to_local() if isinstance(g, DTensor) else g for p in self.parameters.values() if (g := p.grad) is not None]
+        local = [_local(g) for p in self.parameters.values() if (g := p.grad) is not None]
         bad = torch.tensor(float(not all(bool(torch.isfinite(g).all()) for g in local)), device=local[0].device if local else "cpu")
         torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX, group=group)
         if bad:
             raise UserError("data: the gradient of this batch is not finite, so nothing of it was added; look for "
                             "logprobs far below the model's own, whose ratio overflows, and for huge advantages or weights")
+
+    @torch.no_grad()
+    def update_norm(self, moved: list[torch.nn.Parameter], adam: AdamParams, group) -> float:
+        """The L2 norm of what the step just made has added to `moved`, over all ranks.
+
+        From AdamW's formula, moment by moment, since keeping the weights from before would double their memory.
+        """
+        lr, decay, total = adam.learning_rate, adam.weight_decay, 0.0
+        for p in moved:
+            state = self.optimizer.state[p]
+            step = float(state["step"])
+            first, second = (_local(state[name]) for name in _MOMENTS)
+            change = (second / (1 - adam.beta2**step)).sqrt_().add_(adam.eps)
+            change = first.div(1 - adam.beta1**step).div_(change).mul_(lr)
+            if decay:
+                # p is (1 - lr * decay) times its old value, less the change.
+                change.add_((_local(p) + change).mul_(lr * decay / (1 - lr * decay)))
+            total += float(change.double().square().sum())
+        if any(isinstance(p, DTensor) for p in moved):
+            shares = torch.tensor(total, device=_local(moved[0]).device, dtype=torch.float64)
+            torch.distributed.all_reduce(shares, group=group)
+            total = float(shares)
+        return total**0.5
 
     def reset_optimizer(self) -> None:
         self.optimizer.zero_grad()
@@ -114,6 +138,10 @@ class RunState:
             return
         for name, gradient in load_file(folder / _GRADIENT_FILE).items():
             self.parameters[name].grad = _like(gradient, self.parameters[name])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -110,10 +110,13 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
                 "eps": float(adam.eps),
                 "weight_decay": float(adam.weight_decay),
             })
+            moving = [p for p in run.parameters.values() if p.grad is not None]
             norm = self.engine.optimizer_step()
+            update = run.update_norm(moving, adam, self.engine.get_data_parallel_group())
         if not torch.isfinite(torch.tensor(norm)):
             raise EngineError(f"the gradient's norm is {norm}; the step was not applied and the gradient is cleared")
-        return {"grad_norm": norm, "learning_rate": adam.learning_rate, "step_seconds": time.perf_counter() - started}
+        return {"grad_norm": norm, "update_norm": update, "learning_rate": adam.learning_rate,
+                "step_seconds": time.perf_counter() - started}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_weights(self, run_id: str, folder: str, base_model: str) -> None:
