@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 
@@ -50,6 +51,13 @@ def test_a_head_that_is_a_little_too_long_is_told_so(connection):
     assert said.startswith(b"HTTP/1.1 431") and b'{"detail": "the head of the request' in said
 
 
+def test_what_is_not_http_is_told_so(connection):
+    connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+    head, _, said = answer(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: application/json" in head
+    assert "send HTTP/1.1" in json.loads(said)["detail"]
+
+
 def test_a_head_that_never_ends_is_given_up_and_a_late_second_one_too(server, monkeypatch):
     monkeypatch.setattr(limits, "HEAD_SECONDS", 0.3)
     host, port = server.url.removeprefix("http://").split(":")
@@ -61,7 +69,9 @@ def test_a_head_that_never_ends_is_given_up_and_a_late_second_one_too(server, mo
         while not said.endswith(b'"ready"}'):
             said += slow.recv(65536)
         slow.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nHo")
-        assert said.startswith(b"HTTP/1.1 200") and answer(slow) == b""
+        late = answer(slow)
+        assert said.startswith(b"HTTP/1.1 200") and late.startswith(b"HTTP/1.1 408")
+        assert "send it again" in json.loads(late.partition(b"\r\n\r\n")[2])["detail"]
 
 
 def test_a_long_poll_outlives_the_time_of_a_head(server, raw, monkeypatch):

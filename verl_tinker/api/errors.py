@@ -10,8 +10,19 @@ import logging
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verl_tinker.core.errors import CapacityError, Evicted, NotFound, Overloaded, RunLost, StorageError, TinkerError, UserError
+from verl_tinker.core.errors import (
+    CapacityError,
+    Evicted,
+    NotFound,
+    Overloaded,
+    RunLost,
+    StorageError,
+    TinkerError,
+    UserError,
+    without_paths,
+)
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +34,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(TinkerError, _refuse)
     app.add_exception_handler(RequestValidationError, _bad_parameter)
     app.add_exception_handler(404, _not_offered)
-    app.add_exception_handler(Exception, _crash)
+    app.add_middleware(Unbroken)
 
 
 async def _not_offered(request: Request, error: HTTPException) -> JSONResponse:
@@ -41,9 +52,35 @@ async def _bad_parameter(request: Request, error: RequestValidationError) -> JSO
 async def _refuse(request: Request, error: TinkerError) -> JSONResponse:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     headers = {"Retry-After": "1"} if status == 429 else None
-    return JSONResponse({"detail": str(error), "category": error.category}, status, headers)
+    return JSONResponse({"detail": error.told, "category": error.category}, status, headers)
 
 
-async def _crash(request: Request, error: Exception) -> JSONResponse:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"detail": f"{type(error).__name__}: {error}", "category": "server"}, 500)
+class Unbroken:
+    """Answers an error that nobody caught and keeps the connection; Starlette would raise it again, and uvicorn hang up."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = whole = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun, whole
+            begun, whole = True, message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            # Only the end of the connection tells a client that what it has of a body is not all.
+            if scope["type"] != "http" or begun and not whole:
+                raise
+            log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            if not begun:
+                await _crash(scope, error)(scope, receive, send)
+
+
+def _crash(scope: Scope, error: Exception) -> JSONResponse:
+    reason = without_paths(f"{type(error).__name__}: {error}")
+    detail = f"{scope['method']} {scope['path']} failed inside the server, whose log has more: {reason}"
+    return JSONResponse({"detail": detail, "category": "server"}, 500)

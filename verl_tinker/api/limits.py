@@ -6,13 +6,12 @@ Owns the size and the time of a request's head. Does not bound bodies: `verl_tin
 from __future__ import annotations
 
 import asyncio
+import json
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0
-
-_TOO_LARGE = b'{"detail": "the head of the request is larger than 64 KiB; send fewer or shorter headers"}'
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -32,10 +31,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-                head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-                length = b"content-length: %d\r\nconnection: close\r\n\r\n" % len(_TOO_LARGE)
-                self.transport.write(head + length + _TOO_LARGE)
-                self.transport.close()
+                self._refuse(b"431 Request Header Fields Too Large",
+                             "the head of the request is larger than 64 KiB; send fewer or shorter headers")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", f"{msg.rstrip('.')}; send HTTP/1.1, and TLS to a proxy that speaks it")
+
+    def _refuse(self, status: bytes, detail: str) -> None:
+        body = json.dumps({"detail": detail}).encode()
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -52,5 +58,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._late = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._head_bytes:
+            self._refuse(b"408 Request Timeout", f"the head of the request did not come within {HEAD_SECONDS:.0f} s; send it again")
+        else:
             self.transport.close()

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
+from starlette.responses import MalformedRangeHeader, RangeNotSatisfiable
 
 from verl_tinker.api import wire_catalog
 from verl_tinker.api.auth import CallerDep, reader_of
@@ -24,6 +25,21 @@ from verl_tinker.core.downloads import Link
 router = APIRouter(dependencies=[Depends(require_ready)])
 # A link is its own key, and files can be fetched while the engine starts.
 open_router = APIRouter()
+
+
+class _File(FileResponse):
+    """Starlette's, whose refusals of a Range header would be plain text."""
+
+    @classmethod
+    def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
+        remedy = f"ask for bytes=FIRST-LAST within the {file_size} bytes of the file, or leave the header out"
+        try:
+            return super()._parse_range_header(http_range, file_size)
+        except MalformedRangeHeader:
+            raise HTTPException(400, f"Range: {http_range[:100]!r} cannot be read; {remedy}") from None
+        except RangeNotSatisfiable:
+            size = {"Content-Range": f"bytes */{file_size}"}
+            raise HTTPException(416, f"Range: {http_range[:100]!r} begins after the end; {remedy}", size) from None
 
 
 async def read_link(expires: int, signature: Annotated[str, Query(max_length=128)]) -> Link:
@@ -66,7 +82,7 @@ async def archive(request: Request, path: PathDep, service: ServiceDep, caller: 
 @open_router.api_route("/downloads/{run_id}/{kind}/{name}/files/{file:path}", methods=["GET", "HEAD"])
 async def download_file(path: PathDep, file: str, service: ServiceDep, link: LinkDep) -> Response:
     found = await service.downloads.file(parse_path(path), file, link)
-    return FileResponse(found, media_type="application/octet-stream")
+    return _File(found, media_type="application/octet-stream")
 
 
 @open_router.get("/downloads/{run_id}/{kind}/{name}/archive.tar")

@@ -5,6 +5,12 @@ Owns the wording of refusals. Does not decide the HTTP status of a call: `verl_t
 
 from __future__ import annotations
 
+import re
+
+# In quotes a path may hold blanks. The addresses of our own routes and of checkpoints are no paths of the machine.
+_QUOTED = re.compile(r"""(['"])/(?!api/v1/)[^'"\n]*/([^'"/\n]*)\1""")
+_BARE = re.compile(r"(?<![\w/:.~])~?/(?!api/v1/)(?:[\w.@+,=-]+/)+(?=[\w.@+-])")
+
 
 class TinkerError(Exception):
     """A refusal with a text for the user: what is wrong, in which field, and what to do.
@@ -14,11 +20,20 @@ class TinkerError(Exception):
 
     category = "server"
 
+    @property
+    def told(self) -> str:
+        """The text as clients get it: what went wrong inside the server may have been put into words by anybody."""
+        return without_paths(str(self))
+
 
 class UserError(TinkerError):
     """The request cannot be honoured as it stands; the text names the field and the remedy."""
 
     category = "user"
+
+    @property
+    def told(self) -> str:
+        return str(self)
 
 
 class NotFound(UserError):
@@ -34,7 +49,7 @@ class CapacityError(UserError):
 
 
 class StorageError(TinkerError):
-    """The disk refused a write; what was there before stands, and nothing half-made is left."""
+    """The disk refused a write, and nothing half-made is left; or it has lost what was written."""
 
 
 class EngineError(TinkerError):
@@ -63,3 +78,8 @@ class Overloaded(TinkerError):
 
 class StateInUse(TinkerError):
     """Another live server keeps its state in the same folder."""
+
+
+def without_paths(text: str) -> str:
+    """The text with every path of this machine cut to its last part, which clients may know."""
+    return _BARE.sub("", _QUOTED.sub(r"\1\2\1", text))
