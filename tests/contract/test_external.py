@@ -59,9 +59,18 @@ def test_a_range_of_a_file(rest, exported):
     part = httpx.get(url, headers={"Range": "bytes=7-9"})
     assert (part.status_code, part.content, part.headers["content-range"]) == (206, b"the", f"bytes 7-9/{len(NOTE)}")
     assert httpx.get(url, headers={"Range": "bytes=-7"}).content == b"weights"
-    assert httpx.get(url, headers={"Range": "bytes=99-"}).status_code == 416
     head = httpx.head(url)
     assert (head.headers["content-length"], head.headers["accept-ranges"]) == (str(len(NOTE)), "bytes")
+
+
+def test_a_bad_range_is_refused_in_words(rest, exported):
+    url = rest.get_external_weights_urls(exported).result(20).urls["extra/note.txt"]
+    for asked in ("bytes=99-", "lines=1-2", "bytes", "bytes=9-7", "bytes=x-y"):
+        answer = httpx.get(url, headers={"Range": asked})
+        status, reason = (416, "begins after the end") if asked == "bytes=99-" else (400, "cannot be read")
+        assert answer.status_code == status
+        assert f"Range: {asked!r} {reason}; ask for bytes=FIRST-LAST within the 18 bytes" in answer.json()["detail"]
+        assert answer.headers.get("content-range") == ("bytes */18" if status == 416 else None)
 
 
 def test_a_link_opens_its_file_until_it_expires_and_nothing_else(rest, exported, monkeypatch):
@@ -258,6 +267,18 @@ def test_a_full_disk_refuses_a_save_before_the_engine_works(server, rest, traini
     with pytest.raises(tinker.RequestFailedError, match="1000 bytes free"):
         training.save_weights_and_get_sampling_client().result(20)
     assert server.engine.names() == before
+
+
+def test_a_full_disk_refuses_a_copy_before_it_begins(server, rest, training, monkeypatch):
+    from verl_tinker.core import disk
+
+    path = training.save_state("a").result(20).path
+    store = server.service.catalog._checkpoints
+    before = sorted(store.root.rglob("*"))
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    with pytest.raises(tinker.BadRequestError, match=f"1000 bytes free and a copy of {path} needs .*delete checkpoints"):
+        rest.copy_weights(path, "p").result(20)
+    assert sorted(store.root.rglob("*")) == before
 
 
 def test_a_run_whose_record_the_disk_refuses_is_not_created(server, client, monkeypatch):

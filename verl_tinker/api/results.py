@@ -23,7 +23,7 @@ PROTOBUF = "application/x-protobuf"
 def answer(future: Future, accept: str) -> Response:
     """The answer of a settled future; FileNotFoundError when its result has just been dropped."""
     if future.error is not None:
-        return JSONResponse({"error": str(future.error), "category": future.error.category})
+        return JSONResponse({"error": future.error.told, "category": future.error.category})
     encoded = future.result
     if encoded.form == codec.JSON:
         result = json.loads(encoded.data)

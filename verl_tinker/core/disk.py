@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl_tinker.core.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 _MORE_ROOM = "delete checkpoints that are not needed, or set server.checkpoint_dir to a folder on a larger disk"
 _ACCESS = "give the server's user the right to write there, or set server.checkpoint_dir to a folder of its own"
@@ -49,7 +52,8 @@ def explained(folder: Path, what: str) -> Iterator[None]:
         if number is None:
             raise
         reason = os.strerror(number)
-        raise StorageError(f"{what} was not written: {reason} in {folder}; {_REMEDIES[number]}") from error
+        log.error("%s was not written: %s in %s", what, reason, folder)
+        raise StorageError(f"{what} was not written: {reason} in server.checkpoint_dir; {_REMEDIES[number]}") from error
 
 
 def _refusal(error: BaseException | None) -> int | None:

@@ -73,6 +73,7 @@ class Downloads:
                 f"{checkpoint.path} is not an external weights checkpoint; save one with save_weights_external and use "
                 "the path it returns"
             )
+        await asyncio.to_thread(self._store.intact, checkpoint)
         names, expires = await asyncio.to_thread(self._store.files, checkpoint), _end()
         return {name: self._link(checkpoint, expires, "file", name) for name in names}
 
@@ -88,7 +89,14 @@ class Downloads:
 
     async def archive(self, path: CheckpointPath, link: Link) -> Archive:
         checkpoint = await self._opened(path, link, _ARCHIVE)
-        return await asyncio.to_thread(lambda: Archive(self._store.files(checkpoint)))
+        return await asyncio.to_thread(self._archive, checkpoint)
+
+    def _archive(self, checkpoint: Checkpoint) -> Archive:
+        self._store.intact(checkpoint)
+        try:
+            return Archive(self._store.files(checkpoint))
+        except FileNotFoundError:
+            raise NotFound(f"{checkpoint.path} was deleted just now") from None
 
     def _link(self, checkpoint: Checkpoint, expires: int, *resource: str) -> Link:
         return Link(expires, self._signer.sign(expires, checkpoint.uid, *resource))

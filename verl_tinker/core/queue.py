@@ -229,6 +229,9 @@ class CommandQueue:
                 return await first.work.run([command.work.content for command in unit])
             return [await first.work()]
         except TinkerError as error:
+            if error.category == "server":
+                # Clients get it without the paths that it may name.
+                log.error("%s of %s failed: %s", first.future.kind, first.future.model_id, error)
             return [error] * len(unit)
         except Exception as error:
             log.exception("%s of %s failed", first.future.kind, first.future.model_id)

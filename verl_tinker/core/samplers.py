@@ -160,5 +160,5 @@ class SamplerTable:
                 "saved under that name since; create a new sampling client to use those"
             )
         group = path.run_id if self._is_live(path.run_id) else OTHER_RUNS
-        folder = self._checkpoints.folder(path)
+        folder = self._checkpoints.intact(checkpoint)
         return await self._versions.load(checkpoint.spec.base_model, group, folder, str(path), checkpoint.uid)

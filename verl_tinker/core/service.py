@@ -14,7 +14,7 @@ from typing import Literal
 from verl_tinker.core.catalog import Catalog
 from verl_tinker.core.copying import Copying
 from verl_tinker.core.downloads import Downloads
-from verl_tinker.core.errors import EngineError
+from verl_tinker.core.errors import EngineError, without_paths
 from verl_tinker.core.futures import FutureStore, Limits
 from verl_tinker.core.journal import Journal
 from verl_tinker.core.parking import Parking
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Health:
-    """`phase` names the step of a start; `reason` tells why a server failed."""
+    """`phase` names the step of a start; `reason` tells why a server failed. Clients are shown both."""
 
     status: Literal["starting", "ok", "failed"]
     phase: str = ""
@@ -124,7 +124,7 @@ class Service:
         """Refuse new work for good, and end every pending future with the reason. The first reason stands."""
         if self.health.status != "failed":
             log.error("the server failed: %s", reason)
-            self.health = Health("failed", reason=reason)
+            self.health = Health("failed", reason=without_paths(reason))
             self.futures.fail_pending(EngineError(reason))
 
     async def start(self) -> None:
@@ -145,7 +145,7 @@ class Service:
         loaded again when they are asked for.
         """
         log.error("the engine failed and starts again: %s", reason)
-        self.health = Health("starting", phase=f"starting the engine again, because {reason}")
+        self.health = Health("starting", phase=f"starting the engine again, because {without_paths(reason)}")
         self.futures.fail_pending(EngineError(f"{reason}; this operation did not end. The engine starts again"))
         await self.sampling.close()
         await self._queue.close()

@@ -33,7 +33,7 @@ from verl_tinker.core.checkpoints import (
     run_from_json,
     run_to_json,
 )
-from verl_tinker.core.errors import NotFound, UserError
+from verl_tinker.core.errors import NotFound, StorageError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +76,20 @@ class CheckpointStore:
             raise UserError(f"path: {path} exists already; choose another name, delete it, or pass overwrite=True")
         if not overwrite and self.folder(path).exists() and self._read_folder(self.folder(path)) is None:
             raise UserError(
-                f"path: {self.folder(path)} exists and its {META} cannot be read; mend it, choose another name, or pass "
-                "overwrite=True"
+                f"path: {path} exists and its {META} cannot be read; mend it, choose another name, or pass overwrite=True"
             )
         self.require_room(path.run_id, path.kind)
 
     def require_room(self, run_id: str, kind: str) -> None:
-        needed, free = self._expected_bytes(run_id, kind) + _RESERVE, disk.free_bytes(self.root)
+        self.require_bytes(self._expected_bytes(run_id, kind), f"saving {kind} of {run_id}")
+
+    def require_bytes(self, size: int, what: str) -> None:
+        """Refuse what the disk has no room for, before the first byte of it is written."""
+        needed, free = size + _RESERVE, disk.free_bytes(self.root)
         if free < needed:
             raise UserError(
-                f"{self.root} (server.checkpoint_dir) has {free} bytes free and saving {kind} of {run_id} needs "
-                f"{needed}; delete checkpoints that are not needed, or have the server use a larger disk"
+                f"the disk of server.checkpoint_dir has {free} bytes free and {what} needs {needed}; delete checkpoints "
+                "that are not needed, or have the server use a larger disk"
             )
 
     def publish(self, scratch: Path, checkpoint: Checkpoint) -> Checkpoint:
@@ -103,14 +106,15 @@ class CheckpointStore:
 
     def link_files(self, source: Checkpoint, scratch: Path) -> None:
         """Fill a scratch folder with a checkpoint's files, which share the disk with the source where it can be."""
-        with disk.explained(self.root, f"a copy of {source.path}"):
+        what = f"a copy of {source.path}"
+        self.intact(source)
+        self.require_bytes(0, what)
+        with disk.explained(self.root, what):
             for name, file in self.files(source).items():
                 target = scratch / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(file, target)
-                except OSError:
-                    # Not every file system has hard links.
+                if not _linked(file, target):
+                    self.require_bytes(file.stat().st_size, what)
                     shutil.copyfile(file, target)
 
     def record_run(self, record: RunRecord) -> None:
@@ -170,6 +174,17 @@ class CheckpointStore:
 
     def folder(self, path: CheckpointPath) -> Path:
         return self._run_folder(path.run_id) / path.kind / path.name
+
+    def intact(self, checkpoint: Checkpoint) -> Path:
+        """The folder of a checkpoint to read all of; StorageError when a file of it is missing or cut short."""
+        folder = self.folder(checkpoint.path)
+        held = _size(folder) - _size_of(folder / META)
+        if held < checkpoint.size_bytes:
+            raise StorageError(
+                f"path: {checkpoint.path} is damaged: {checkpoint.size_bytes} bytes were saved and {held} are left; put its "
+                "files back, or use another checkpoint"
+            )
+        return folder
 
     def get(self, path: CheckpointPath, reader: Caller = None) -> Checkpoint:
         """The checkpoint of a path, if `reader` may read it: its owner may, and everybody once it is public."""
@@ -283,5 +298,22 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def _linked(file: Path, target: Path) -> bool:
+    """Not every file system has hard links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        return False
+    return True
+
+
 def _size(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    return sum(_size_of(p) for p in folder.rglob("*") if p.is_file())
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        # A change of the checkpoint's description replaces files meanwhile.
+        return 0

@@ -96,9 +96,10 @@ class Training:
                 raise UserError(
                     f"base_model {base_model!r} does not fit {path}, saved from {checkpoint.spec.base_model!r}"
                 )
+            folder = self._checkpoints.intact(checkpoint)
             run = await self._create(session, run_id, checkpoint.spec, optimizer, user_metadata)
             try:
-                await self._engine.load_state(run_id, self._checkpoints.folder(checkpoint.path), with_optimizer)
+                await self._engine.load_state(run_id, folder, with_optimizer)
             except BaseException:
                 await self._drop(run, f"{path} could not be loaded into it")
                 raise
@@ -234,7 +235,7 @@ class Training:
         async def load(run: Run) -> dict:
             checkpoint = self._training_checkpoint(path, reader)
             check_same_shape(run.spec, checkpoint.spec, path)
-            await self._engine.load_state(model_id, self._checkpoints.folder(checkpoint.path), with_optimizer)
+            await self._engine.load_state(model_id, self._checkpoints.intact(checkpoint), with_optimizer)
             run.has_gradient = False
             run.version += 1
             return {"model_id": model_id, "path": path}
