@@ -89,6 +89,10 @@ def test_empty_batch_and_image(raw):
         assert error["category"] == "user" and text in error["error"]
 
 
+def targets(data, shape=None, dtype="int64", **sparse):
+    return {"target_prompt_logprobs": {"data": data, "dtype": dtype, "shape": shape, **sparse}}
+
+
 BAD_SAMPLES = {
     "over the context": ({"prompt": [1] * 60, "params": {"max_tokens": 10}}, "more than the context"),
     "full context": ({"prompt": [1] * CONTEXT, "params": {}}, "more than the context"),
@@ -101,8 +105,19 @@ BAD_SAMPLES = {
     "empty prompt": ({"prompt": []}, "prompt is empty"),
     "vocabulary": ({"prompt": [5000]}, "token id 5000"),
     "last n": ({"prompt_logprobs_last_n": 1}, "prompt_logprobs"),
-    "alternative tokens": ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
-    "targets": ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "target_prompt_logprobs is not"),
+    "too many alternatives": ({"prompt_alt_tokens_k": 129}, "prompt_alt_tokens_k is 129; give 0 to 128"),
+    "negative alternatives": ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k is -1"),
+    "flat targets": (targets([1]), "target_prompt_logprobs has shape [1]; a prompt of 2 tokens needs [1, K]"),
+    "targets of other length": (targets([1, 2], [2, 1]), "has shape [2, 1]; a prompt of 2 tokens needs [1, K]"),
+    "targets that are numbers": (targets([1.5], [1, 1], dtype="float32"), "float32; send token ids as int64"),
+    "targets outside": (targets([1000], [1, 1]), "target_prompt_logprobs holds token id 1000 in row 0"),
+    "negative targets": (targets([-2], [1, 1]), "target_prompt_logprobs holds token id -2"),
+    "no targets": (targets([-1, -1], [1, 2]), "target_prompt_logprobs asks for no id"),
+    "too many targets": (targets([1] * 129, [1, 129]), "asks for 129 ids; at most 128"),
+    "targets that do not fill": (targets([1], [1, 2]), "do not fill its shape [1, 2]"),
+    "sparse targets": (
+        targets([1], [1, 2], sparse_crow_indices=[0, 2], sparse_col_indices=[0]), "crow_indices must have 2"),
+    "sparse targets of no shape": (targets([1], sparse_crow_indices=[0, 1], sparse_col_indices=[0]), "two dimensions"),
 }
 
 

@@ -70,6 +70,33 @@ def run_name(request, live):
     live.do(live.engine.drop_model(name))
 
 
+@pytest.fixture(scope="session")
+def tied() -> Path:
+    from verl_tinker.models import resolve_model
+
+    return resolve_model("bundled:tiny-tied")
+
+
+@pytest.fixture(scope="session")
+def loop(tied, tmp_path_factory):
+    """vLLM in this process; prompts of more than 128 tokens go through in chunks."""
+    from verl_tinker.engine.cpu.environment import rollout_environment
+
+    os.environ.update(rollout_environment(2, 1, str(tmp_path_factory.mktemp("vllm"))))
+    from verl_tinker.engine.cpu import vllm_cpu
+    from verl_tinker.engine.sampler import LORA_TARGETS
+    from verl_tinker.engine.sampler_loop import SamplerLoop
+
+    vllm_cpu.install()
+    loop = SamplerLoop({
+        "model": str(tied), "dtype": "float32", "max_model_len": 512, "enforce_eager": True, "max_num_seqs": 16,
+        "max_num_batched_tokens": 128, "max_logprobs": 128, "logprobs_mode": "processed_logprobs", "seed": 0,
+        "enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 16,
+        "lora_target_modules": LORA_TARGETS}, str(tied))
+    yield loop
+    loop.close()
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:

@@ -40,7 +40,10 @@ def test_a_call_takes_what_is_passed(place):
 @pytest.mark.parametrize("place", VLLM_FIELDS)
 def test_a_class_has_the_fields_that_are_used(place):
     cls = resolve(place)
-    known = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set(cls.__struct_fields__)
+    if dataclasses.is_dataclass(cls):
+        known = {f.name for f in dataclasses.fields(cls)}
+    else:
+        known = set(cls._fields if issubclass(cls, tuple) else cls.__struct_fields__)
     assert set(VLLM_FIELDS[place]) <= known, sorted(set(VLLM_FIELDS[place]) - known)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import plain
 import pytest
@@ -17,31 +14,6 @@ from verl_tinker.core.types import SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
 PROMPT = np.arange(100, 130, dtype=np.int32)
-
-
-@pytest.fixture(scope="module")
-def tied() -> Path:
-    from verl_tinker.models import resolve_model
-
-    return resolve_model("bundled:tiny-tied")
-
-
-@pytest.fixture(scope="module")
-def loop(tied, tmp_path_factory):
-    from verl_tinker.engine.cpu.environment import rollout_environment
-
-    os.environ.update(rollout_environment(2, 1, str(tmp_path_factory.mktemp("vllm"))))
-    from verl_tinker.engine.cpu import vllm_cpu
-    from verl_tinker.engine.sampler import LORA_TARGETS
-    from verl_tinker.engine.sampler_loop import SamplerLoop
-
-    vllm_cpu.install()
-    loop = SamplerLoop({
-        "model": str(tied), "dtype": "float32", "max_model_len": 512, "enforce_eager": True, "max_num_seqs": 16,
-        "max_logprobs": 64, "logprobs_mode": "processed_logprobs", "seed": 0, "enable_lora": True, "max_loras": 2,
-        "max_cpu_loras": 8, "max_lora_rank": 16, "lora_target_modules": LORA_TARGETS}, str(tied))
-    yield loop
-    loop.close()
 
 
 def score(loop, version: int) -> np.ndarray:
@@ -182,3 +154,55 @@ def test_weights_that_give_no_numbers_are_an_error_not_an_answer(loop, tied, tmp
         loop.submit(SampleRequest(PROMPT, 1, SamplingParams(max_tokens=2)), 30).result(timeout=60)
     loop.call(loop.unload, 30).result(timeout=60)
     assert np.isfinite(score(loop, 0)).all()
+
+
+def distributions(model: torch.nn.Module, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """float32[T, V]: log-probabilities of each of the tokens after the prompt, at a temperature."""
+    whole = np.concatenate([PROMPT, tokens])[:-1].astype(np.int64)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.as_tensor(whole[None])).logits[0, len(PROMPT) - 1 :].float() / temperature, -1)
+
+
+def test_sampled_tokens_have_tempered_log_probabilities_and_prompts_have_not(loop, tied):
+    model = plain.load_model(tied)
+    request = SampleRequest(PROMPT, 1, SamplingParams(max_tokens=8, temperature=0.3, seed=2, stop=[]), True, 0, 4)
+    result = loop.submit(request, 0).result(timeout=60)
+    drawn = result.sequences[0]
+    table = distributions(model, drawn.tokens, 0.3)
+    np.testing.assert_allclose(drawn.logprobs, table[np.arange(8), drawn.tokens.astype(np.int64)], atol=1e-4)
+    values, ids = table.topk(4)
+    assert drawn.topk.ids.tolist() == ids.tolist()
+    np.testing.assert_allclose(drawn.topk.logprobs, values.numpy(), atol=1e-4)
+    np.testing.assert_allclose(result.prompt_logprobs[1:], reference(model), atol=1e-4)
+
+
+def test_top_k_of_one_is_greedy_and_certain(loop):
+    best = sample(loop, temperature=0.0, stop=[])[0].tokens.tolist()
+    for drawn in sample(loop, 3, top_k=1, temperature=2.0, stop=[]):
+        assert drawn.tokens.tolist() == best
+        np.testing.assert_allclose(drawn.logprobs, 0, atol=1e-6)
+
+
+def test_top_p_draws_from_the_nucleus_by_its_own_distribution(loop, tied):
+    model, top_p = plain.load_model(tied), 0.4
+    for drawn in sample(loop, 6, top_p=top_p, temperature=0.1, stop=[], seed=3):
+        table = distributions(model, drawn.tokens, 0.1).exp()
+        for row, token, logprob in zip(table, drawn.tokens, drawn.logprobs):
+            ranked = row.sort(descending=True)
+            nucleus = ranked.indices[: int((ranked.values.cumsum(0) < top_p).sum()) + 1].tolist()
+            assert token in nucleus
+            assert abs(float(torch.log(row[token] / row[nucleus].sum())) - logprob) < 1e-3
+
+
+def test_without_max_tokens_an_answer_runs_to_the_end_of_the_context(loop):
+    prompt = np.tile(PROMPT, 17)[:500]
+    drawn = loop.submit(SampleRequest(prompt, 1, SamplingParams(stop=[])), 0).result(timeout=60).sequences[0]
+    assert len(drawn.tokens) == 12 and drawn.stop_reason == "length"
+
+
+def test_a_repeated_prompt_is_taken_from_the_cache(loop):
+    prompt = np.random.default_rng(8).integers(100, 40000, 300).astype(np.int32)
+    first, again = (loop.submit(SampleRequest(prompt, 1, SamplingParams(max_tokens=2, temperature=0.0)), 0).result(timeout=60)
+                    for _ in range(2))
+    assert first.cache_hit_tokens == 0 and 0 < again.cache_hit_tokens < 300
+    assert first.sequences[0].tokens.tolist() == again.sequences[0].tokens.tolist()

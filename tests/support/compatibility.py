@@ -30,7 +30,7 @@ from tinker.lib.queue_state_logger import QueueState
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from data import sft, tensor  # noqa: E402
+from data import sft  # noqa: E402
 from fake_engine import FakeEngine  # noqa: E402
 from server import TestServer  # noqa: E402
 
@@ -216,12 +216,7 @@ REFUSALS: dict[str, Callable[[Clients], Any]] = {
     'forward_backward(loss_fn="custom")': lambda c: c.training.forward_backward([sft()], "custom"),
     'forward_backward(loss_fn="stable_reinforce") without provenance': lambda c: c.training.forward_backward([sft()], "stable_reinforce"),
     "optim_step(DimuonParams)": lambda c: c.training.optim_step(types.DimuonParams(learning_rate=0.1)),
-    'save_weights_and_get_sampling_client(kind="inflight")':
-        lambda c: c.training.save_weights_and_get_sampling_client(kind="inflight"),
     "sample(prompt=IMAGE)": lambda c: c.sampling.sample(IMAGE, 1, ONE_TOKEN),
-    "sample(prompt_alt_tokens_k=1)": lambda c: c.sampling.sample(PROMPT, 1, ONE_TOKEN, prompt_alt_tokens_k=1),
-    "sample(target_prompt_logprobs=...)":
-        lambda c: c.sampling.sample(PROMPT, 1, ONE_TOKEN, target_prompt_logprobs=tensor([[1]], "int64")),
 }
 
 

@@ -25,6 +25,7 @@ VLLM_CALLS = {
     "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager._load_adapter": ["lora_request"],
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA._get_logits": ["hidden_states", "lm_head"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": ["hidden_states", "num_scheduled_tokens"],
+    "vllm.v1.sample.sampler:Sampler.compute_logprobs": ["logits"],
     "vllm.outputs:RequestOutput.__init__": ["prompt_logprobs", "outputs", "finished", "lora_request", "num_cached_tokens"],
 }
 VLLM_FIELDS = {
@@ -35,10 +36,14 @@ VLLM_FIELDS = {
         "tensor_parallel_size", "gpu_memory_utilization", "worker_extension_cls", "enable_sleep_mode"],
     "vllm.sampling_params:SamplingParams": [
         "n", "max_tokens", "seed", "temperature", "top_k", "top_p", "stop", "stop_token_ids", "ignore_eos",
-        "include_stop_str_in_output", "detokenize", "logprobs", "prompt_logprobs", "skip_special_tokens", "output_kind"],
+        "include_stop_str_in_output", "detokenize", "logprobs", "prompt_logprobs", "skip_special_tokens", "output_kind",
+        "extra_args", "flat_logprobs"],
     "vllm.lora.request:LoRARequest": ["lora_name", "lora_int_id", "lora_path"],
     "vllm.outputs:CompletionOutput": ["index", "token_ids", "logprobs", "finish_reason"],
-    "vllm.logprobs:Logprob": ["logprob", "rank"],
+    "vllm.logprobs:FlatLogprobs": ["token_ids", "logprobs"],
+    "vllm.v1.outputs:LogprobsTensors": ["logprob_token_ids", "logprobs"],
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": [
+        "prompt_token_ids", "sampling_params", "num_computed_tokens", "lora_request"],
 }
 VLLM_ATTRIBUTES = {
     "vllm.lora.model_manager:LoRAModelManager": ["lora_index_to_id", "packed_modules_mapping", "modules"],
@@ -46,7 +51,8 @@ VLLM_ATTRIBUTES = {
     "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": ["lora_a_stacked", "lora_b_stacked", "tp_size"],
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ["lora_manager"],
     "vllm.v1.worker.gpu_worker:Worker": ["model_runner"],
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ["model_config", "num_prompt_logprobs", "lora_config", "requests"],
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": [
+        "model_config", "num_prompt_logprobs", "lora_config", "requests", "sampler"],
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA": ["lora_a_stacked", "lora_b_stacked"],
     "vllm.lora.layers.base:BaseLayerWithLoRA": ["punica_wrapper"],
 }

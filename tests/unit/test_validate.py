@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.types import AdamParams, BaseModelInfo, Datum, LoraSpec, ModelSpec, SampleRequest, SamplingParams
+from verl_tinker.core.types import (
+    AdamParams,
+    BaseModelInfo,
+    Datum,
+    LoraSpec,
+    Matrix,
+    ModelSpec,
+    SampleRequest,
+    SamplingParams,
+)
 from verl_tinker.core.validate import check_adam, check_batch, check_same_shape, check_spec
 from verl_tinker.core.validate_sampling import MAX_TOPK, check_sample
 
@@ -123,3 +132,22 @@ def test_stops(stop):
 def test_bad_stops(stop):
     with pytest.raises(UserError, match="stop"):
         check_sample(sample(stop=stop), MODEL)
+
+
+def test_top_k_targets_and_alternatives_share_the_width():
+    big = replace(MODEL, vocab_size=1000)
+    request = replace(sample(range(5)), topk_prompt_logprobs=100)
+    check_sample(replace(request, prompt_alt_k=28), big)
+    with pytest.raises(UserError, match="prompt_alt_tokens_k is 29; give 0 to 28, beside a topk_prompt_logprobs of 100"):
+        check_sample(replace(request, prompt_alt_k=29), big)
+    for asked, fits in ((4 * 20, True), (4 * 20 + 1, False)):
+        # All in one row: what counts is how many there are for each scored position on average.
+        targets = Matrix(np.arange(asked), (4, 1000), np.array([0, 0, asked, asked, asked]), np.arange(asked))
+        wide = replace(request, prompt_alt_k=8, target_prompt=targets)
+        if fits:
+            check_sample(wide, big)
+        else:
+            with pytest.raises(UserError, match="target_prompt_logprobs asks for 81 ids; at most 80 go with a prompt of 5"):
+                check_sample(wide, big)
+    with pytest.raises(UserError, match="prompt_alt_tokens_k is 101; give 0 to 100"):
+        check_sample(replace(sample(), prompt_alt_k=101), MODEL)

@@ -24,8 +24,9 @@ class WireCodec:
             return sum(array.nbytes for array in result.logprobs)
         if isinstance(result, SampleResult):
             prompt = 0 if result.prompt_logprobs is None else len(result.prompt_logprobs)
-            top = 0 if result.topk_prompt is None else result.topk_prompt.ids.nbytes * 2
-            return top + _PER_TOKEN * (prompt + sum(len(s.tokens) for s in result.sequences))
+            tables = [t.ids.nbytes * 2 for t in (result.topk_prompt, result.prompt_alt) if t is not None]
+            targets = 0 if result.target_prompt is None else len(result.target_prompt.values)
+            return sum(tables) + _PER_TOKEN * (prompt + targets + sum(len(s.tokens) for s in result.sequences))
         return 0
 
     def encode(self, result: Any) -> Encoded:

@@ -14,7 +14,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from verl_tinker.api.body import MAX_DATUMS
 from verl_tinker.api.tensors import dense, densify, from_bytes, join_tokens
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.types import Datum, ForwardBackwardResult, SampledSequence, SampleResult, Span, TopK
+from verl_tinker.core.types import Datum, Draws, ForwardBackwardResult, Matrix, SampledSequence, SampleResult, Span, TopK
 
 _INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
 _DTYPES = {pb.DTYPE_FLOAT32: _FLOAT32, pb.DTYPE_INT64: _INT64, pb.DTYPE_INT32: _INT32}
@@ -61,6 +61,11 @@ def encode_sample(result: SampleResult) -> bytes:
         message.prompt_logprobs = result.prompt_logprobs.astype(_FLOAT32).tobytes()
     if result.topk_prompt is not None:
         _fill_topk(message.topk_prompt_logprobs, result.topk_prompt)
+    if result.target_prompt is not None:
+        _fill_matrix(message.target_prompt_logprobs, result.target_prompt)
+    if result.prompt_alt is not None:
+        _fill_tensor(message.prompt_alt_tokens.tokens, result.prompt_alt.ids, pb.DTYPE_INT64)
+        _fill_tensor(message.prompt_alt_tokens.logprobs, result.prompt_alt.logprobs, pb.DTYPE_FLOAT32)
     return message.SerializeToString()
 
 
@@ -85,13 +90,16 @@ def read_sample(data: bytes) -> SampleResult:
         SampledSequence(np.frombuffer(s.tokens, _INT32), np.frombuffer(s.logprobs, _FLOAT32), names[s.stop_reason])
         for s in message.sequences
     ]
-    scored, ranked = message.HasField("prompt_logprobs"), message.HasField("topk_prompt_logprobs")
+    has = message.HasField
+    alternatives = message.prompt_alt_tokens
     return SampleResult(
         sequences,
         0,
-        np.frombuffer(message.prompt_logprobs, _FLOAT32) if scored else None,
-        _read_topk(message.topk_prompt_logprobs) if ranked else None,
+        np.frombuffer(message.prompt_logprobs, _FLOAT32) if has("prompt_logprobs") else None,
+        _read_topk(message.topk_prompt_logprobs) if has("topk_prompt_logprobs") else None,
         message.prompt_cache_hit_tokens,
+        _read_matrix(message.target_prompt_logprobs) if has("target_prompt_logprobs") else None,
+        Draws(_read_tensor(alternatives.tokens), _read_tensor(alternatives.logprobs)) if has("prompt_alt_tokens") else None,
     )
 
 
@@ -99,6 +107,18 @@ def _read_topk(message: pb.TopkLogprobs) -> TopK:
     shape = (message.length, message.k)
     return TopK(np.frombuffer(message.token_ids, _INT32).reshape(shape),
                 np.frombuffer(message.logprobs, _FLOAT32).reshape(shape))
+
+
+def _read_tensor(tensor: pb.Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.dense, _DTYPES[tensor.dtype]).reshape(tuple(tensor.shape))
+
+
+def _read_matrix(tensor: pb.Tensor) -> Matrix:
+    if tensor.WhichOneof("encoding") == "dense":
+        return Matrix(_read_tensor(tensor).reshape(-1), tuple(tensor.shape))
+    csr = tensor.sparse_csr
+    indices = (np.frombuffer(part, _INT64) for part in (csr.crow_indices, csr.col_indices))
+    return Matrix(np.frombuffer(csr.values, _DTYPES[tensor.dtype]), tuple(tensor.shape), *indices)
 
 
 def _decode_datum(datum: pb.Datum, where: str) -> Datum:
@@ -162,3 +182,20 @@ def _fill_topk(message: pb.TopkLogprobs, topk: TopK) -> None:
     message.length, message.k = topk.ids.shape
     message.token_ids = topk.ids.astype(_INT32).tobytes()
     message.logprobs = topk.logprobs.astype(_FLOAT32).tobytes()
+
+
+def _fill_tensor(message: pb.Tensor, array: np.ndarray, dtype: int) -> None:
+    message.dense = array.astype(_DTYPES[dtype]).tobytes()
+    message.dtype = dtype
+    message.shape.extend(array.shape)
+
+
+def _fill_matrix(message: pb.Tensor, matrix: Matrix) -> None:
+    if matrix.crow_indices is None:
+        _fill_tensor(message, matrix.values.reshape(matrix.shape), pb.DTYPE_FLOAT32)
+        return
+    message.sparse_csr.values = matrix.values.astype(_FLOAT32).tobytes()
+    message.sparse_csr.crow_indices = matrix.crow_indices.astype(_INT64).tobytes()
+    message.sparse_csr.col_indices = matrix.col_indices.astype(_INT64).tobytes()
+    message.dtype = pb.DTYPE_FLOAT32
+    message.shape.extend(matrix.shape)

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 
 from verl_tinker.api import codec, proto
 from verl_tinker.core.futures import Future
-from verl_tinker.core.types import EMPTY_CELL, SampleResult, TopK
+from verl_tinker.core.types import EMPTY_CELL, Matrix, SampleResult, TopK
 
 PROTOBUF = "application/x-protobuf"
 
@@ -51,10 +51,7 @@ def _numbers(metrics: dict[str, float]) -> dict[str, Any]:
 
 
 def _forward_backward(logprobs: list[np.ndarray], metrics: dict[str, float]) -> dict:
-    outputs = [
-        {"logprobs": {"data": _floats(array.ravel()), "dtype": "float32", "shape": list(array.shape)}}
-        for array in logprobs
-    ]
+    outputs = [{"logprobs": _tensor(Matrix(array.ravel(), array.shape))} for array in logprobs]
     return {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": outputs,
@@ -75,6 +72,20 @@ def _sample(result: SampleResult) -> dict:
         body["prompt_logprobs"] = _floats(result.prompt_logprobs)
     if result.topk_prompt is not None:
         body["topk_prompt_logprobs"] = _rows(result.topk_prompt)
+    if result.target_prompt is not None:
+        body["target_prompt_logprobs"] = _tensor(result.target_prompt)
+    if result.prompt_alt is not None:
+        drawn = {"tokens": result.prompt_alt.ids, "logprobs": result.prompt_alt.logprobs}
+        body["prompt_alt_tokens"] = {name: _tensor(Matrix(a.ravel(), a.shape)) for name, a in drawn.items()}
+    return body
+
+
+def _tensor(matrix: Matrix) -> dict[str, Any]:
+    whole = matrix.values.dtype.kind == "i"
+    body = {"data": matrix.values.tolist() if whole else _floats(matrix.values),
+            "dtype": "int64" if whole else "float32", "shape": list(matrix.shape)}
+    if matrix.crow_indices is not None:
+        body |= {"sparse_crow_indices": matrix.crow_indices.tolist(), "sparse_col_indices": matrix.col_indices.tolist()}
     return body
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from verl_tinker.core.errors import UserError
+from verl_tinker.core.types import Matrix
 
 _MAX_DENSE = 32 << 20
 
@@ -27,9 +28,19 @@ def dense(values: np.ndarray, shape: list[int], where: str) -> np.ndarray:
 
 def densify(values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[int], where: str) -> np.ndarray:
     """A sparse CSR matrix with its missing cells as zeros."""
+    matrix = csr(values, crow, col, shape, where)
+    _check_shape(shape, where)
+    full = np.zeros(shape, values.dtype)
+    full[matrix.rows(), col] = values
+    return full
+
+
+def csr(values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[int], where: str) -> Matrix:
+    """A sparse CSR matrix as it came; UserError unless its indices fit its shape."""
     if len(shape) != 2:
         raise UserError(f"{where} is sparse with shape {shape}; a sparse tensor has two dimensions")
-    _check_shape(shape, where)
+    if min(shape) < 0 or max(shape) > _MAX_DENSE:
+        raise UserError(f"{where} has shape {shape}; sizes are 0 to {_MAX_DENSE}")
     rows, columns = shape
     counts = np.diff(crow)
     if crow.size != rows + 1 or crow[0] != 0 or (counts < 0).any() or crow[-1] != col.size or col.size != values.size:
@@ -38,9 +49,7 @@ def densify(values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[i
         )
     if col.size and (col.min() < 0 or col.max() >= columns):
         raise UserError(f"{where}: col_indices must lie between 0 and {columns - 1}")
-    full = np.zeros((rows, columns), values.dtype)
-    full[np.repeat(np.arange(rows), counts), col] = values
-    return full
+    return Matrix(values, (rows, columns), crow, col)
 
 
 def join_tokens(chunks: Iterable[tuple[str, np.ndarray | None]], where: str) -> np.ndarray:

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from verl_tinker.api.body import MAX_DATUMS
-from verl_tinker.api.tensors import dense, densify, join_tokens
+from verl_tinker.api.tensors import csr, dense, densify, join_tokens
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.types import AdamParams, Datum, LoraSpec, SampleRequest, SamplingParams
+from verl_tinker.core.types import AdamParams, Datum, LoraSpec, Matrix, SampleRequest, SamplingParams
 
 Sequence64 = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -196,14 +196,26 @@ class Tensor(Wire):
     sparse_col_indices: list[int] | None = None
 
     def array(self, where: str) -> np.ndarray:
-        if self.dtype not in ("float32", "int64"):
-            raise UserError(f"{where} has dtype {self.dtype!r}; send float32 or int64")
-        values, shape = _array(self.data, self.dtype, where), self.shape or []
+        """With the missing cells of a sparse one as zeros."""
+        values, shape = self._values(where), self.shape or []
         if self.sparse_crow_indices is None:
             return dense(values, shape, where)
-        crow = _array(self.sparse_crow_indices, np.int64, where)
-        col = _array(self.sparse_col_indices or [], np.int64, where)
-        return densify(values, crow, col, shape, where)
+        return densify(values, *self._indices(where), shape, where)
+
+    def matrix(self, where: str) -> Matrix:
+        """In the layout in which it came."""
+        values, shape = self._values(where), self.shape or []
+        if self.sparse_crow_indices is None:
+            return Matrix(values, dense(values, shape, where).shape)
+        return csr(values, *self._indices(where), shape, where)
+
+    def _values(self, where: str) -> np.ndarray:
+        if self.dtype not in ("float32", "int64"):
+            raise UserError(f"{where} has dtype {self.dtype!r}; send float32 or int64")
+        return _array(self.data, self.dtype, where)
+
+    def _indices(self, where: str) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(_array(part or [], np.int64, where) for part in (self.sparse_crow_indices, self.sparse_col_indices))
 
 
 class JsonDatum(Wire):
@@ -260,13 +272,8 @@ class Sample(Wire):
     record_stability_info: bool = False
 
     def request(self) -> SampleRequest:
-        """UserError for what this server cannot answer: the future reports it."""
-        if self.target_prompt_logprobs is not None:
-            raise UserError(
-                "target_prompt_logprobs is not supported by this server; use prompt_logprobs or topk_prompt_logprobs"
-            )
-        if self.prompt_alt_tokens_k:
-            raise UserError("prompt_alt_tokens_k is not supported by this server; use topk_prompt_logprobs")
+        """UserError for what cannot be read: the future reports it."""
+        targets = self.target_prompt_logprobs
         return SampleRequest(
             prompt=self.prompt.token_ids("prompt"),
             num_samples=self.num_samples,
@@ -276,6 +283,8 @@ class Sample(Wire):
             topk_sample_logprobs=self.topk_sample_logprobs,
             prompt_logprobs_last_n=self.prompt_logprobs_last_n,
             record=self.record_stability_info,
+            target_prompt=None if targets is None else targets.matrix("target_prompt_logprobs"),
+            prompt_alt_k=self.prompt_alt_tokens_k,
         )
 
 

@@ -107,11 +107,36 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """values [N], the cells of a `shape` row by row: all of them, or in CSR layout those that the indices list.
+
+    crow_indices int64[rows + 1] and col_indices int64[N], or None for all cells.
+    """
+
+    values: np.ndarray
+    shape: tuple[int, ...]
+    crow_indices: np.ndarray | None = None
+    col_indices: np.ndarray | None = None
+
+    def rows(self) -> np.ndarray:
+        """int64[N], the row of each value."""
+        if self.crow_indices is None:
+            return np.repeat(np.arange(self.shape[0]), self.shape[1])
+        return np.repeat(np.arange(self.shape[0]), np.diff(self.crow_indices))
+
+
+# In a cell of `target_prompt`: nothing is asked for.
+NO_TARGET = -1
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One prompt (int32[P]) sampled `num_samples` times.
 
     `prompt_logprobs_last_n`: only these last positions are wanted; the service blanks the rest, an engine may
     ignore it. `record`: the service keeps what was sampled, for the loss that trains on it by sequence id.
+    `target_prompt`: int64 of shape [P - 1, K], ids whose log-probability is wanted; row i is scored at position i + 1.
+    `prompt_alt_k`: so many tokens are drawn at every position after the first, at the temperature of `params`.
     """
 
     prompt: np.ndarray
@@ -122,6 +147,8 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
     record: bool = False
+    target_prompt: Matrix | None = None
+    prompt_alt_k: int = 0
 
 
 EMPTY_CELL = -99999.0
@@ -149,14 +176,31 @@ class SampledSequence:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """k tokens drawn with replacement for each of n positions: ids int32[n, k], logprobs float32[n, k] in nats.
+
+    The log-probabilities are the model's own, of temperature 1, whatever the temperature of the draw.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True)
 class SampleResult:
-    """prompt_logprobs: float32[P] at temperature 1, NaN at position 0. version: the weights that answered."""
+    """prompt_logprobs: float32[P] at temperature 1, NaN at position 0. version: the weights that answered.
+
+    target_prompt: float32 in the request's layout, at temperature 1, 0 where nothing was asked for. prompt_alt: the
+    draws for position i + 1 in row i.
+    """
 
     sequences: list[SampledSequence]
     version: int
     prompt_logprobs: np.ndarray | None = None
     topk_prompt: TopK | None = None
     cache_hit_tokens: int = 0
+    target_prompt: Matrix | None = None
+    prompt_alt: Draws | None = None
 
 
 @dataclass(frozen=True)

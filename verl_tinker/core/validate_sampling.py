@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from verl_tinker.core.errors import UserError
-from verl_tinker.core.types import BaseModelInfo, SampleRequest, SamplingParams
+from verl_tinker.core.types import NO_TARGET, BaseModelInfo, Matrix, SampleRequest, SamplingParams
 from verl_tinker.core.validate import check_tokens
 
 MAX_SAMPLES = 1024
-# vLLM wants the largest k when it starts, and keeps that many candidates for every scored position.
+# vLLM wants the largest k when it starts, and keeps that many candidates for every scored position. Targets and draws
+# share them with the top k.
 MAX_TOPK = 128
 # Flat long before, and float32 would overflow long after.
 MAX_TEMPERATURE = 1e4
@@ -28,6 +31,9 @@ def check_sample(request: SampleRequest, model: BaseModelInfo) -> SampleRequest:
         if not 0 <= getattr(request, name) <= min(MAX_TOPK, model.vocab_size):
             raise UserError(f"{name} is {getattr(request, name)}; give 0 to {min(MAX_TOPK, model.vocab_size)}")
     _check_last_n(request)
+    _check_alternatives(request, model)
+    if request.target_prompt is not None:
+        _check_targets(request, request.target_prompt, model)
     return replace(request, params=replace(request.params, max_tokens=_room(request, model)))
 
 
@@ -71,4 +77,40 @@ def _check_last_n(request: SampleRequest) -> None:
     if not 1 <= last <= prompt - 1:
         raise UserError(
             f"prompt_logprobs_last_n is {last}; a prompt of {prompt} tokens has {prompt - 1} scored positions"
+        )
+
+
+def _check_alternatives(request: SampleRequest, model: BaseModelInfo) -> None:
+    limit = min(MAX_TOPK, model.vocab_size) - request.topk_prompt_logprobs
+    if not 0 <= request.prompt_alt_k <= limit:
+        raise UserError(
+            f"prompt_alt_tokens_k is {request.prompt_alt_k}; give 0 to {limit}, beside a topk_prompt_logprobs of "
+            f"{request.topk_prompt_logprobs}"
+        )
+
+
+def _check_targets(request: SampleRequest, targets: Matrix, model: BaseModelInfo) -> None:
+    ids, rows = targets.values, len(request.prompt) - 1
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise UserError(f"target_prompt_logprobs is {ids.dtype}; send token ids as int64")
+    if len(targets.shape) != 2 or targets.shape[0] != rows:
+        raise UserError(
+            f"target_prompt_logprobs has shape {list(targets.shape)}; a prompt of {rows + 1} tokens needs [{rows}, K], "
+            "row i for prompt position i + 1"
+        )
+    bad = (ids < NO_TARGET) | (ids >= model.vocab_size)
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise UserError(
+            f"target_prompt_logprobs holds token id {int(ids[at])} in row {int(targets.rows()[at])}; ids of {model.name} "
+            f"run from 0 to {model.vocab_size - 1}, and {NO_TARGET} asks for nothing"
+        )
+    asked = int((ids != NO_TARGET).sum())
+    limit = (min(MAX_TOPK, model.vocab_size) - request.topk_prompt_logprobs - request.prompt_alt_k) * rows
+    if not asked:
+        raise UserError("target_prompt_logprobs asks for no id; name at least one, or leave it out")
+    if asked > limit:
+        raise UserError(
+            f"target_prompt_logprobs asks for {asked} ids; at most {limit} go with a prompt of {rows + 1} tokens, a "
+            f"topk_prompt_logprobs of {request.topk_prompt_logprobs} and a prompt_alt_tokens_k of {request.prompt_alt_k}"
         )

@@ -5,18 +5,21 @@ Owns the mapping of every sampling parameter and of log-probabilities. Does not 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import vllm.exceptions
 from vllm import SamplingParams as VllmParams
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from verl_tinker.core.errors import EngineError
-from verl_tinker.core.types import SampledSequence, SampleRequest, SampleResult, TopK
+from verl_tinker.core.types import EMPTY_CELL, NO_TARGET, SampledSequence, SampleRequest, SampleResult, TopK
+from verl_tinker.engine.prompt_extras import EXTRA_ARG, Extras
 
 # What vLLM raises for a request that it refuses: a ValueError in older versions, a type of its own in newer ones.
 REFUSALS = (ValueError, getattr(vllm.exceptions, "VLLMClientError", ValueError))
-_EMPTY_LOGPROB = -99999.0
 # vLLM reads a seed as a signed 64-bit number.
 _SEED_RANGE = 2**63 - 1
 
@@ -31,7 +34,9 @@ def vllm_params(request: SampleRequest, max_context: int) -> VllmParams:
     stop = p.stop or []
     strings = [s for s in stop if isinstance(s, str)]
     ids = [int(s) for s in stop if not isinstance(s, str)]
-    wants_prompt = request.prompt_logprobs or request.topk_prompt_logprobs > 0
+    extras = Extras.of(request)
+    wants_prompt = request.prompt_logprobs or request.topk_prompt_logprobs > 0 or extras is not None
+    columns = 0 if extras is None else extras.columns(len(request.prompt) - 1)
     return VllmParams(
         # vLLM refuses several greedy samples; they are all the same one.
         n=1 if p.temperature == 0 else request.num_samples,
@@ -47,47 +52,57 @@ def vllm_params(request: SampleRequest, max_context: int) -> VllmParams:
         detokenize=bool(strings),
         skip_special_tokens=False,
         logprobs=request.topk_sample_logprobs,
-        prompt_logprobs=request.topk_prompt_logprobs if wants_prompt else None,
+        prompt_logprobs=request.topk_prompt_logprobs + columns if wants_prompt else None,
+        extra_args=None if extras is None else {EXTRA_ARG: extras.argument()},
+        flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def sample_result(request: SampleRequest, output: RequestOutput, version: int) -> SampleResult:
     """Our result of a finished vLLM request."""
-    prompt_logprobs = topk_prompt = None
-    if output.prompt_logprobs is not None:
-        prompt_logprobs = np.full(len(request.prompt), np.nan, np.float32)
-        for i, entry in enumerate(output.prompt_logprobs):
-            if entry:
-                prompt_logprobs[i] = entry[int(request.prompt[i])].logprob
-        if request.topk_prompt_logprobs:
-            topk_prompt = _topk(output.prompt_logprobs, request.topk_prompt_logprobs)
     sequences = [_sequence(o, request.topk_sample_logprobs) for o in sorted(output.outputs, key=lambda o: o.index)]
-    return SampleResult(
+    result = SampleResult(
         sequences=sequences * (request.num_samples // len(sequences)),
         version=version,
-        prompt_logprobs=prompt_logprobs if request.prompt_logprobs else None,
-        topk_prompt=topk_prompt,
         cache_hit_tokens=output.num_cached_tokens or 0,
     )
+    return result if output.prompt_logprobs is None else replace(result, **_of_prompt(request, output.prompt_logprobs))
+
+
+def _of_prompt(request: SampleRequest, flat: FlatLogprobs) -> dict:
+    """The fields of a SampleResult that were asked for. Columns: the prompt's own token, the top k, targets and draws."""
+    extras, k, rows = Extras.of(request), request.topk_prompt_logprobs, len(request.prompt) - 1
+    ids, logprobs = _table(flat, rows, 1 + k + (0 if extras is None else extras.columns(rows)))
+    found = {}
+    if request.prompt_logprobs:
+        found["prompt_logprobs"] = np.concatenate([np.float32([np.nan]), logprobs[:, 0]])
+    if k:
+        empty = np.zeros((1, k), np.int32), np.full((1, k), EMPTY_CELL, np.float32)
+        found["topk_prompt"] = TopK(*(np.concatenate([e, t[:, 1 : k + 1]]) for e, t in zip(empty, (ids, logprobs))))
+    if extras is not None:
+        targets, draws = extras.unpack(ids[:, k + 1 :], logprobs[:, k + 1 :])
+        if request.target_prompt is not None:
+            values = np.zeros(len(request.target_prompt.values), np.float32)
+            values[request.target_prompt.values != NO_TARGET] = targets
+            found["target_prompt"] = replace(request.target_prompt, values=values)
+        if request.prompt_alt_k:
+            found["prompt_alt"] = draws
+    return found
 
 
 def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
     if output.finish_reason == "abort":
         raise EngineError("vLLM broke the request off")
     tokens = np.asarray(output.token_ids, np.int32)
-    logprobs = np.asarray([entry[t].logprob for t, entry in zip(output.token_ids, output.logprobs)], np.float32)
-    if np.isnan(logprobs).any():
+    ids, logprobs = _table(output.logprobs, len(tokens), 1 + k)
+    if np.isnan(logprobs[:, 0]).any():
         raise NotNumbers("the model gave log-probabilities that are not numbers; its weights are no use for this prompt")
     reason = "length" if output.finish_reason == "length" else "stop"
-    return SampledSequence(tokens, logprobs, reason, _topk(output.logprobs, k) if k else None)
+    return SampledSequence(tokens, logprobs[:, 0], reason, TopK(ids[:, 1:], logprobs[:, 1:]) if k else None)
 
 
-def _topk(positions, k: int) -> TopK:
-    ids = np.zeros((len(positions), k), np.int32)
-    logprobs = np.full((len(positions), k), _EMPTY_LOGPROB, np.float32)
-    for i, entry in enumerate(positions):
-        ranked = sorted((item for item in (entry or {}).items() if item[1].rank <= k), key=lambda item: item[1].rank)
-        for j, (token, logprob) in enumerate(ranked[:k]):
-            ids[i, j], logprobs[i, j] = token, logprob.logprob
-    return TopK(ids, logprobs)
+def _table(flat: FlatLogprobs, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """ids int32[rows, columns] and logprobs float32[rows, columns]: a position's own token first, then the likeliest."""
+    shape = (rows, columns)
+    return np.asarray(flat.token_ids, np.int32).reshape(shape), np.asarray(flat.logprobs, np.float32).reshape(shape)
