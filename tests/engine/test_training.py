@@ -56,6 +56,24 @@ def test_policy_losses_and_their_gradients_equal_the_published_formulas(live, ru
     assert gap < 1e-4 * max(1.0, largest)
 
 
+def test_the_loss_of_the_preset_is_verls_mean_over_tokens_of_the_whole_call(live, run_name):
+    data = policy_batch(live.settings.models[0].vocab_size)
+    live.do(live.engine.create_model(run_name, numerics.spec(live.engine, True)))
+    for datum in data:
+        datum.inputs["weights"] = np.zeros(len(datum.tokens), np.float32)
+    lp = live.do(live.engine.forward_backward(run_name, data, "cross_entropy", {}, False)).logprobs
+    for datum, now in zip(data, lp):
+        # Near enough for the ratio to stay where verl's dual clip does not act.
+        datum.inputs["logprobs"] = now + np.linspace(-0.5, 0.5, len(now), dtype=np.float32)
+    norms, sums = [], []
+    for name, config in (("ppo", LOSSES["ppo"].config), ("custom_from_config", {})):
+        sums.append(live.do(live.engine.forward_backward(run_name, data, name, config, True)).metrics["loss:sum"])
+        norms.append(live.do(live.engine.optim_step(run_name, AdamParams(learning_rate=0.0)))["grad_norm"])
+    tokens = sum(np.count_nonzero(d.inputs["advantages"]) for d in data)
+    assert sums[0] / sums[1] == pytest.approx(tokens, rel=1e-4)
+    assert norms[0] / norms[1] == pytest.approx(tokens, rel=1e-4)
+
+
 def test_top_k_targets_of_different_widths_in_one_batch(live, run_name):
     vocabulary = live.settings.models[0].vocab_size
     rng = np.random.default_rng(5)

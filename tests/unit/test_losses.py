@@ -8,11 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.workers.config import ActorConfig, PolicyLossConfig
+
+from verl_tinker.core.errors import UserError
+from verl_tinker.core.types import Datum
 from verl_tinker.core.validate import LOSSES
-from verl_tinker.engine import losses
+from verl_tinker.engine import losses, preset_loss
 
 pytestmark = pytest.mark.timeout(60)
-POLICY = [name for name in LOSSES if name != "cross_entropy"]
+OURS = [name for name in LOSSES if name != "custom_from_config"]
+POLICY = [name for name in OURS if name != "cross_entropy"]
 
 
 def oracle(name: str, lp: np.ndarray, d: dict[str, np.ndarray], c: dict[str, float], frozen: np.ndarray) -> float:
@@ -69,7 +74,7 @@ def make(name: str, seed: int, count: int = 3, on_policy: bool = False, per_toke
     return data
 
 
-CASES = [(name, {}) for name in LOSSES] + [
+CASES = [(name, {}) for name in OURS] + [
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
     ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
     ("gspo", {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}),
@@ -94,7 +99,7 @@ def test_value_and_gradient_are_the_formulas(name, config, seed):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(list(LOSSES)), st.integers(0, 10**6), st.integers(1, 4))
+@given(st.sampled_from(OURS), st.integers(0, 10**6), st.integers(1, 4))
 def test_a_batch_is_the_sum_of_its_parts_in_any_order(name, seed, cut):
     data = make(name, seed, count=5)
     whole, gradients = computed(name, data, {})
@@ -105,7 +110,7 @@ def test_a_batch_is_the_sum_of_its_parts_in_any_order(name, seed, cut):
     assert computed(name, data[::-1], {})[0] == pytest.approx(whole, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", OURS)
 def test_a_datum_of_no_weight_counts_for_nothing(name):
     data = make(name, 7)
     nothing = {key: np.zeros_like(value) for key, value in data[0][1].items()}
@@ -130,3 +135,47 @@ def test_positions_without_advantage_may_hold_any_q(name):
         d["logprobs"][:2] = 5000.0 if name != "gspo" else d["logprobs"][:2]
     loss, gradients = computed(name, data, {})
     assert np.isfinite(loss) and all(np.isfinite(g).all() and not g[:2].any() for g in gradients)
+
+
+ACTOR = {"strategy": "fsdp2", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, "use_dynamic_bsz": True}
+
+
+def of_preset(data, actor, together: bool = True) -> tuple[float, list[np.ndarray]]:
+    """verl's loss of several datums, in one micro-batch or each in its own, and its gradient."""
+    batch = [Datum(np.zeros(len(lp), np.int32), d) for lp, d in data]
+    counts = preset_loss.call_counts(batch)
+    rows = [torch.tensor(lp, requires_grad=True) for lp, _ in data]
+    total = 0.0
+    for group in [range(len(data))] if together else [[i] for i in range(len(data))]:
+        fields = {k: torch.tensor(np.concatenate([data[i][1][k] for i in group])) for k in ("logprobs", "advantages")}
+        lengths = torch.tensor([len(rows[i]) for i in group])
+        loss = preset_loss.preset_loss(torch.cat([rows[i] for i in group]), fields, lengths, actor, counts, 1)
+        loss.backward()
+        total += loss.item()
+    return total, [row.grad.numpy() for row in rows]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one micro-batch", "three"])
+@pytest.mark.parametrize("mode, divisor", [("token-sum", 1), ("token-mean", "tokens"), ("seq-mean-token-sum", 3)])
+def test_the_preset_loss_is_verls_dual_clip_ppo_aggregated_as_the_preset_says(mode, divisor, together):
+    actor = ActorConfig(**ACTOR, loss_agg_mode=mode, clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=3.0)
+    data = make("ppo", 5)
+    a, q, lp = (np.concatenate(part) for part in zip(*[(d["advantages"], d["logprobs"], lp) for lp, d in data]))
+    r = np.where(a != 0, np.exp(lp - q), 1.0)
+    clipped = np.maximum(-r * a, -np.clip(r, 0.9, 1.3) * a)
+    expected = np.where(a < 0, np.minimum(-3.0 * a, clipped), clipped).sum()
+    expected /= np.count_nonzero(a) if divisor == "tokens" else divisor
+    loss, gradients = of_preset(data, actor, together)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert all(not g[:2].any() and g.any() for g in gradients)
+
+
+def test_the_preset_chooses_the_formula():
+    data = make("dro", 6)
+    actor = ActorConfig(**ACTOR, loss_agg_mode="token-sum", policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=0.3))
+    assert of_preset(data, actor)[0] != pytest.approx(of_preset(data, ActorConfig(**ACTOR, loss_agg_mode="token-sum"))[0])
+
+
+def test_what_the_preset_loss_would_leave_out_is_refused():
+    with pytest.raises(UserError, match="entropy_coeff 0.1 and use_kl_loss False"):
+        preset_loss.check_actor(ActorConfig(**ACTOR, entropy_coeff=0.1))

@@ -33,6 +33,8 @@ LOSSES = {
     "dro": Loss(_RL_INPUTS, {"beta": 0.05}),
     "gspo": Loss((*_RL_INPUTS, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "stable_reinforce": Loss(_RL_INPUTS, {"kl_coeff": 0.0}),
+    # What it computes, and with which settings, the preset says.
+    "custom_from_config": Loss(_RL_INPUTS),
 }
 _PER_TOKEN_SETTINGS = ("clip_low_threshold", "clip_high_threshold")
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_tinker.core.types import Datum
+from verl_tinker.engine import preset_loss
 from verl_tinker.engine.losses import FIELDS, LOSSES
 
 _PADDING = Datum(tokens=np.zeros(1, np.int32), inputs={"target_tokens": np.zeros(1, np.int64)})
@@ -41,6 +42,8 @@ def make_batch(run_id: str, data: list[Datum], loss_fn: str, config: dict[str, f
         "loss_config": json.dumps(config),
         "temperature": 1.0,
     }
+    if loss_fn == preset_loss.NAME:
+        settings["counts"] = json.dumps(preset_loss.call_counts(data))
     return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)
 
 
@@ -59,12 +62,21 @@ def read_logprobs(output: TensorDict, data: list[Datum]) -> list[np.ndarray]:
     ]
 
 
-def read_losses(logprobs: list[np.ndarray], data: list[Datum], loss_fn: str, config: dict[str, float]) -> np.ndarray:
-    """float32[n]: the loss of each datum at the log-probabilities that the workers found, in nats."""
+def read_losses(
+    logprobs: list[np.ndarray], data: list[Datum], loss_fn: str, config: dict[str, float], actor
+) -> np.ndarray:
+    """float32[n]: the loss of each datum at the log-probabilities that the workers found, in nats.
+
+    `actor` is verl's ActorConfig, for the loss that the preset names.
+    """
     losses = []
+    counts = preset_loss.call_counts(data) if loss_fn == preset_loss.NAME else {}
     for lp, datum in zip(logprobs, data, strict=True):
         fields = {name: _flat_float(datum, name) for name in FIELDS if name in datum.inputs}
         flat = torch.from_numpy(lp.reshape(-1))
+        if loss_fn == preset_loss.NAME:
+            losses.append(float(preset_loss.preset_loss(flat, fields, torch.tensor([len(flat)]), actor, counts, 1)))
+            continue
         fields["rows"] = torch.zeros(len(flat), dtype=torch.int64)
         losses.append(float(LOSSES[loss_fn](flat, fields, config).sum()))
     return np.array(losses, np.float32)

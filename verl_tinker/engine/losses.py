@@ -13,6 +13,8 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_tinker.engine import preset_loss
+
 # By the names of FIELDS, each like lp; and `rows`, the number of the datum that a position belongs to.
 Fields = dict[str, torch.Tensor]
 Config = dict[str, float]
@@ -102,10 +104,11 @@ LOSSES: dict[str, Callable[[torch.Tensor, Fields, Config], torch.Tensor]] = {
 FIELDS = ("weights", "advantages", "logprobs", "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold")
 
 
-def tinker_loss(model_output: dict, data: TensorDict, dp_group=None) -> tuple[torch.Tensor, dict]:
+def tinker_loss(model_output: dict, data: TensorDict, dp_group=None, *, actor=None) -> tuple[torch.Tensor, dict]:
     """verl's loss contract: the micro-batch's summed loss, times the number of data-parallel ranks.
 
-    verl averages gradients and the reported loss over the data-parallel ranks; the factor makes both sums.
+    verl averages gradients and the reported loss over the data-parallel ranks; the factor makes both sums. `actor` is
+    verl's ActorConfig, which only `custom_from_config` reads.
     """
     name = tu.get_non_tensor_data(data, "loss_fn", default=None)
     config = json.loads(tu.get_non_tensor_data(data, "loss_config", default="{}"))
@@ -113,5 +116,8 @@ def tinker_loss(model_output: dict, data: TensorDict, dp_group=None) -> tuple[to
     jagged = model_output["log_probs"]
     lp, lengths = jagged.values().float(), jagged.offsets().diff()
     fields = {k: data[k].values() for k in FIELDS if k in data.keys()}
+    if name == preset_loss.NAME:
+        counts = json.loads(tu.get_non_tensor_data(data, "counts"))
+        return preset_loss.preset_loss(lp, fields, lengths, actor, counts, dp_size), {}
     fields["rows"] = torch.arange(len(lengths), device=lp.device).repeat_interleave(lengths)
     return LOSSES[name](lp, fields, config).sum() * dp_size, {}

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import ray
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.config import omega_conf_to_dataclass
 
 from verl_tinker.core.errors import EngineError, Unresponsive
 from verl_tinker.core.types import Datum, ForwardBackwardResult
+from verl_tinker.engine import preset_loss
 from verl_tinker.engine.batches import make_batch, read_losses, read_logprobs
 from verl_tinker.engine.settings import EngineSettings
 from verl_tinker.engine.waiting import answer_of
@@ -30,6 +32,7 @@ class Trainer:
     def __init__(self, settings: EngineSettings, environment: dict[str, str]):
         self.settings = settings
         self.environment = environment
+        self.actor = omega_conf_to_dataclass(settings.verl_config.actor)
         self.group: RayWorkerGroup | None = None
         self.pool: RayResourcePool | None = None
         self.stuck: Unresponsive | None = None
@@ -59,6 +62,8 @@ class Trainer:
         self, run_id: str | None, data: list[Datum], loss_fn: str, config: dict[str, float], backward: bool
     ) -> ForwardBackwardResult:
         """One batch through the selected run; `run_id` None is the base model, forward only."""
+        if loss_fn == preset_loss.NAME:
+            preset_loss.check_actor(self.actor)
         batch = await asyncio.to_thread(make_batch, run_id, data, loss_fn, config, self.dp_size)
         await self.call("select_run", run_id)
         try:
@@ -77,7 +82,7 @@ class Trainer:
         output = self.group.forward_backward(batch) if backward else self.group.compute_log_prob(batch)
         output = output.get() if hasattr(output, "get") and not hasattr(output, "batch_size") else output
         logprobs = read_logprobs(output, data)
-        losses = read_losses(logprobs, data, loss_fn, config)
+        losses = read_losses(logprobs, data, loss_fn, config, self.actor)
         return ForwardBackwardResult(logprobs, losses, {"loss:sum": float(losses.sum(dtype=np.float64))})
 
     async def logprobs(self, run_id: str | None, tokens: np.ndarray) -> np.ndarray:

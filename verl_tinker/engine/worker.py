@@ -6,6 +6,7 @@ Owns the table of runs in one rank and their files. Does not order commands: the
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.engine_workers_tinker import TinkerActorRolloutRefWorker, _apply_optim_step_params
@@ -40,7 +42,7 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
             initialize_global_process_group_ray(backend="cpu:gloo")
         fsdp.register(get_device_name())
         super().init_model()
-        self.actor.set_loss_fn(tinker_loss)
+        self.actor.set_loss_fn(functools.partial(tinker_loss, actor=omega_conf_to_dataclass(self.config.actor)))
         self.runs: dict[str, RunState] = {}
 
     @property
