@@ -71,6 +71,8 @@ class ServerConfig:
     park_after_s: float | None = 600.0
     session_timeout_s: float = 900.0
     keep_versions: int = 8
+    # Unnamed snapshots lie in host memory up to this, and on the disk of checkpoint_dir after it.
+    snapshot_memory_gb: float = 2.0
     keep_last_checkpoints: int = 0
     allow_shutdown: Literal["auto", True, False] = "auto"
     enable_offload: bool | None = None
@@ -78,7 +80,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "server", max_concurrent_samples=1, max_waiting_samples=1, max_training_runs=1,
-                  keep_versions=1, keep_last_checkpoints=0, port=0)
+                  keep_versions=1, keep_last_checkpoints=0, snapshot_memory_gb=0, port=0)
         _positive(self, "server", "session_timeout_s", "server_max_runtime", "park_after_s")
         if self.port > 65535:
             raise ConfigError(f"server.port is {self.port}; it must be at most 65535")

@@ -94,6 +94,12 @@ def _rollout_args(rollout) -> dict:
     }
 
 
+def _snapshot_memory(config: Config) -> int:
+    """Bytes. The replicas of other machines do not see this one's memory."""
+    alone = config.trainer.nnodes == 1 and not config.server.ray_address
+    return int(config.server.snapshot_memory_gb * 2**30) if alone else 0
+
+
 def _is_offloaded(actor) -> bool:
     """Does the trainer leave the GPUs' memory between commands?"""
     return bool(actor[ENGINES[actor.strategy][1]].get("param_offload"))
@@ -128,6 +134,7 @@ class Server:
                 self.engine,
                 config.checkpoint_dir,
                 max_runs=config.server.max_training_runs,
+                snapshot_memory_bytes=_snapshot_memory(config),
                 park_after_s=config.server.park_after_s,
                 session_timeout_s=config.server.session_timeout_s,
                 max_loaded_versions=config.server.keep_versions,

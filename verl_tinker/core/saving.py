@@ -21,6 +21,7 @@ from verl_tinker.core.errors import StorageError, UserError
 from verl_tinker.core.futures import Future
 from verl_tinker.core.runs import Run
 from verl_tinker.core.samplers import Sampler, SamplerTable
+from verl_tinker.core.snapshots import Snapshots
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.versions import VersionTable
@@ -39,12 +40,14 @@ class Saving:
         checkpoints: CheckpointStore,
         versions: VersionTable,
         samplers: SamplerTable,
+        snapshots: Snapshots,
     ):
         self._engine = engine
         self._training = training
         self._checkpoints = checkpoints
         self._versions = versions
         self._samplers = samplers
+        self._snapshots = snapshots
 
     def save_weights(
         self,
@@ -128,8 +131,7 @@ class Saving:
             sampler_id = f"{run.session.session_id}:sample:{sampling_session_seq_id}"
             if self._samplers.find(sampler_id):
                 raise UserError(f"sampling_session_seq_id {sampling_session_seq_id} is taken by {sampler_id}")
-            await asyncio.to_thread(self._checkpoints.require_room, model_id, "sampler_weights")
-            folder = self._checkpoints.scratch()
+            folder = await asyncio.to_thread(self._snapshots.folder, model_id)
             async with self._discarded_on_failure(folder, sampler_id):
                 await self._engine.export_sampler(model_id, folder)
                 made_by = f"{model_id}, its version {run.version}"

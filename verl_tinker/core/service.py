@@ -27,6 +27,7 @@ from verl_tinker.core.runs import RunTable
 from verl_tinker.core.session_catalog import SessionCatalog
 from verl_tinker.core.sessions import SessionTable
 from verl_tinker.core.signing import Signer
+from verl_tinker.core.snapshots import Snapshots
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.types import BaseModelInfo
@@ -63,6 +64,7 @@ class Service:
         max_waiting_samples: int = 20_000,
         keep_last_checkpoints: int = 0,
         park_after_s: float | None = None,
+        snapshot_memory_bytes: int = 0,
         limits: Limits | None = None,
     ):
         """`max_loaded_versions` is for each live run, and once more for the checkpoints of all other runs."""
@@ -87,7 +89,8 @@ class Service:
             engine, self.futures, self._queue, self.sessions, self.runs, self._checkpoints, versions, self.journal, records,
             parking
         )
-        self.saving = Saving(engine, self.training, self._checkpoints, versions, self.samplers)
+        self._snapshots = Snapshots(self._checkpoints, snapshot_memory_bytes)
+        self.saving = Saving(engine, self.training, self._checkpoints, versions, self.samplers, self._snapshots)
         self.sampling = Sampling(
             engine, self.futures, self.sessions, self.samplers, versions, max_concurrent_samples, max_waiting_samples, records
         )
@@ -189,4 +192,5 @@ class Service:
         await self.sampling.close()
         await self._queue.close()
         self._checkpoints.close()
+        self._snapshots.close()
         self.journal.close()

@@ -81,7 +81,7 @@ class CheckpointStore:
         self.require_room(path.run_id, path.kind)
 
     def require_room(self, run_id: str, kind: str) -> None:
-        self.require_bytes(self._expected_bytes(run_id, kind), f"saving {kind} of {run_id}")
+        self.require_bytes(self.expected_bytes(run_id, kind), f"saving {kind} of {run_id}")
 
     def require_bytes(self, size: int, what: str) -> None:
         """Refuse what the disk has no room for, before the first byte of it is written."""
@@ -95,7 +95,7 @@ class CheckpointStore:
     def publish(self, scratch: Path, checkpoint: Checkpoint) -> Checkpoint:
         """Give a filled scratch folder its name. A reader or a crash meets the old content or the new, never a part."""
         with disk.explained(self.root, str(checkpoint.path)):
-            checkpoint = replace(checkpoint, size_bytes=_size(scratch))
+            checkpoint = replace(checkpoint, size_bytes=tree_bytes(scratch))
             disk.write_json(scratch / META, checkpoint_to_json(checkpoint))
             disk.sync_tree(scratch)
             final = self.folder(checkpoint.path)
@@ -178,7 +178,7 @@ class CheckpointStore:
     def intact(self, checkpoint: Checkpoint) -> Path:
         """The folder of a checkpoint to read all of; StorageError when a file of it is missing or cut short."""
         folder = self.folder(checkpoint.path)
-        held = _size(folder) - _size_of(folder / META)
+        held = tree_bytes(folder) - _size_of(folder / META)
         if held < checkpoint.size_bytes:
             raise StorageError(
                 f"path: {checkpoint.path} is damaged: {checkpoint.size_bytes} bytes were saved and {held} are left; put its "
@@ -218,7 +218,7 @@ class CheckpointStore:
         record = self._read_run(self._run_folder(run_id)) if RUN_ID.fullmatch(run_id) else None
         return record if record and record.run_id == run_id else None
 
-    def _expected_bytes(self, run_id: str, kind: str) -> int:
+    def expected_bytes(self, run_id: str, kind: str) -> int:
         """What the next save takes: as much as the last of its kind, or as the parameters say if that is more."""
         record = self.run(run_id)
         by_parameters = record.parameter_bytes * _COPIES[kind] if record else 0
@@ -307,7 +307,8 @@ def _linked(file: Path, target: Path) -> bool:
     return True
 
 
-def _size(folder: Path) -> int:
+def tree_bytes(folder: Path) -> int:
+    """The size of a folder's files together."""
     return sum(_size_of(p) for p in folder.rglob("*") if p.is_file())
 
 
