@@ -67,6 +67,33 @@ def test_topk_rows_of_a_prompt(target, base):
         assert sum(np.exp(list(found.values()))) <= 1 + target.tolerance
 
 
+def test_targets_are_scored_as_the_prompts_own_tokens_are(target, base):
+    tokens = prompt_of(1)
+    answer = greedy(base, include_prompt_logprobs=True, target_prompt_logprobs=tensor([[t, -1] for t in tokens[1:]], np.int64))
+    found = answer.target_prompt_logprobs
+    assert found.dtype == "float32" and found.shape == [7, 2] and not np.any(found.to_numpy()[:, 1])
+    assert target.same(found.to_numpy()[:, 0], np.array(answer.prompt_logprobs[1:]))
+    sparse = types.TensorData(
+        [tokens[3], tokens[7]], "int64", [7, 50], sparse_crow_indices=[0, 0, 0, 1, 1, 1, 1, 2], sparse_col_indices=[49, 0])
+    found = greedy(base, target_prompt_logprobs=sparse).target_prompt_logprobs
+    assert (found.shape, found.sparse_crow_indices, found.sparse_col_indices) == (
+        [7, 50], sparse.sparse_crow_indices, sparse.sparse_col_indices)
+    assert target.same(np.array(found.data), np.array([answer.prompt_logprobs[3], answer.prompt_logprobs[7]]))
+
+
+def test_alternatives_to_a_prompts_tokens_are_scored_by_the_model_and_repeated_by_a_seed(target, base):
+    params = types.SamplingParams(max_tokens=1, temperature=0.8, seed=7)
+
+    def ask(**more):
+        return now(base.sample(prompt(1), num_samples=1, sampling_params=params, **more))
+
+    drawn = ask(prompt_alt_tokens_k=3).prompt_alt_tokens
+    assert drawn.tokens.shape == drawn.logprobs.shape == [7, 3]
+    scored = ask(target_prompt_logprobs=tensor(drawn.tokens.to_numpy(), np.int64)).target_prompt_logprobs
+    assert target.same(drawn.logprobs.to_numpy(), scored.to_numpy())
+    assert ask(prompt_alt_tokens_k=3, include_prompt_logprobs=True).prompt_alt_tokens.tokens.tolist() == drawn.tokens.tolist()
+
+
 def test_topk_rows_of_an_answer(target, base):
     drawn = greedy(base, topk_sample_logprobs=3).sequences[0]
     table = drawn.topk_logprobs_np
