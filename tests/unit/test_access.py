@@ -1,4 +1,7 @@
+import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -39,6 +42,29 @@ def test_bad_names_and_files(tmp_path):
     (tmp_path / "bad.json").write_text("{]")
     with pytest.raises(UserError, match="server.api_keys_file: .*bad.json is not a key file"):
         Keys(tmp_path / "bad.json")
+
+
+def test_names_that_are_added_at_once_are_all_there(tmp_path):
+    script = "import sys\nfrom pathlib import Path\nfrom verl_tinker.core.access import Keys\n" \
+             "keys = Keys(Path(sys.argv[1]))\nsys.stdin.readline()\n" \
+             "for n in range(20): keys.add(f'{sys.argv[2]}-{n}')"
+    file = tmp_path / "keys.json"
+    adders = [subprocess.Popen([sys.executable, "-c", script, str(file), name], stdin=subprocess.PIPE) for name in "abc"]
+    for adder in adders:
+        adder.stdin.write(b"\n")
+        adder.stdin.flush()
+    assert [adder.wait(60) for adder in adders] == [0, 0, 0]
+    assert Keys(file).names() == sorted(f"{name}-{n}" for name in "abc" for n in range(20))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".keys.json.lock", "keys.json"]
+
+
+def test_changes_within_one_tick_of_the_clock_are_seen(tmp_path):
+    file = tmp_path / "keys.json"
+    first = Keys(file).add("alice")
+    running, clock = Keys(file), file.stat().st_mtime_ns
+    second = Keys(file).add("bob")
+    os.utime(file, ns=(clock, clock))
+    assert (running.caller(first), running.caller(second)) == ("alice", "bob")
 
 
 def test_who_may_see_what():
