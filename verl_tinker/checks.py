@@ -1,13 +1,17 @@
-"""What no key of a preset shows by itself: sizes that must fit each other, folders that must be there.
+"""What no key of a preset shows by itself: sizes that must fit each other, files and folders that must be there.
 
 Owns those checks. Does not check single keys and their types: `schema` does.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_tinker.core.access import Keys
+from verl_tinker.core.errors import UserError
 from verl_tinker.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +49,46 @@ def _check_sizes(config: Config) -> None:
 
 
 def _check_folders(config: Config) -> None:
+    remedy = "give a Hugging Face model folder in server.model_path (or server.model_aliases)"
     for name, path in config.models.items():
-        if path.startswith(("/", ".", "~")) and not (Path(path).expanduser() / "config.json").is_file():
-            raise ConfigError(f"the model {name} is to come from {path}, where no config.json is; "
-                              "give a Hugging Face model folder in server.model_path (or server.model_aliases)")
+        if not path.startswith(("/", ".", "~")):
+            continue
+        file = Path(path).expanduser() / "config.json"
+        if not file.is_file():
+            raise ConfigError(f"the model {name} is to come from {path}, where no config.json is; {remedy}")
+        try:
+            is_object = isinstance(json.loads(file.read_text()), dict)
+        except (OSError, ValueError):
+            is_object = False
+        if not is_object:
+            raise ConfigError(f"the model {name} is to come from {path}, whose config.json is no JSON object; {remedy}")
+
+
+def check_machine(config: Config) -> None:
+    """Raise ConfigError naming the first key whose file or folder a server could not use; changes nothing on the disk."""
+    folder = config.checkpoint_dir
+    try:
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    except OSError as error:
+        raise unwritable(folder, error.strerror) from None
+    if not nearest.is_dir():
+        raise unwritable(folder, f"{nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise unwritable(folder, f"{nearest} may not be written to")
+    if config.api_keys_file:
+        _check_keys(config.api_keys_file)
+
+
+def _check_keys(file: Path) -> None:
+    if not file.exists():
+        raise ConfigError(f"server.api_keys_file: there is no {file}, so nobody could get in; make the first key with "
+                          f"python -m verl_tinker.keys add NAME --file {file}")
+    try:
+        Keys(file)
+    except UserError as error:
+        raise ConfigError(str(error)) from None
+
+
+def unwritable(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(f"server.checkpoint_dir: {folder} cannot be written to ({reason}); give a folder of your own, as in "
+                       "--set server.checkpoint_dir=~/checkpoints")

@@ -1,7 +1,7 @@
 """Presets: found, merged with verl's own defaults and with overrides, checked, and handed on as one typed Config.
 
-Owns the keys that are ours and their defaults. Does not start anything, and does not import verl until asked to
-build verl's own objects (`Config.check_verl`).
+Owns what wins over what, and the result. Does not start anything, and does not import verl until asked to build verl's
+own objects (`Config.check_verl`).
 
     python -m verl_tinker.config --config configs/quick_start/cpu.yaml --set server.port=8001
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from verl_tinker import schema
-from verl_tinker.checks import check_whole
+from verl_tinker.checks import check_machine, check_whole
 from verl_tinker.models import ModelMap, default_cache_dir
 from verl_tinker.presets import find_preset, merged, parsed, read_preset, single
 from verl_tinker.schema import ConfigError
+from verl_tinker.sections import ActorConfig, CpuConfig, ServerConfig, TrainerConfig
 
 ENVIRONMENT = {
     "TINKER_SERVER_MODEL_NAME": "server.model_name",
@@ -42,92 +42,6 @@ ENGINES = {
     "veomni": ("veomni", "veomni"),
     "megatron": ("megatron", "megatron"),
 }
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """`model_path` is a folder, a hub name or a bundled model; without it `actor_rollout_ref.model.path` or the
-    public name counts. `model_aliases` gives further public names, each with a path in the same sense.
-    """
-
-    model_name: str
-    model_path: str | None = None
-    model_aliases: dict[str, str] = field(default_factory=dict)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    ray_address: str | None = None
-    # A folder of the user's own: checkpoints outlive the server, wherever it is started from, and no clean-up of
-    # /tmp or of a checkout takes them away.
-    checkpoint_dir: str = "~/.local/share/verl-tinker/checkpoints"
-    cache_dir: str | None = None
-    server_max_runtime: float | None = None
-    # A JSON file of names and digests that python -m verl_tinker.keys makes; without it everybody may call.
-    api_keys_file: str | None = None
-    allow_without_keys: bool = False
-    max_concurrent_samples: int = 256
-    max_waiting_samples: int = 20_000
-    # In the workers' memory; beyond them, and after resting for park_after_s, runs wait on disk.
-    max_training_runs: int = 16
-    park_after_s: float | None = 600.0
-    session_timeout_s: float = 900.0
-    keep_versions: int = 8
-    # Unnamed snapshots lie in host memory up to this, and on the disk of checkpoint_dir after it.
-    snapshot_memory_gb: float = 2.0
-    keep_last_checkpoints: int = 0
-    allow_shutdown: Literal["auto", True, False] = "auto"
-    enable_offload: bool | None = None
-    auto_merge_verl_default_config: bool = True
-
-    def __post_init__(self) -> None:
-        _at_least(self, "server", max_concurrent_samples=1, max_waiting_samples=1, max_training_runs=1,
-                  keep_versions=1, keep_last_checkpoints=0, snapshot_memory_gb=0, port=0)
-        _positive(self, "server", "session_timeout_s", "server_max_runtime", "park_after_s")
-        if self.port > 65535:
-            raise ConfigError(f"server.port is {self.port}; it must be at most 65535")
-        if not (self.is_on_loopback or self.api_keys_file or self.allow_without_keys):
-            raise ConfigError(
-                f"server.host is {self.host}, where others can reach it, and there are no API keys; make one with python -m "
-                "verl_tinker.keys add NAME --file FILE and set server.api_keys_file=FILE, or say "
-                "server.allow_without_keys=true to let everybody in")
-
-    @property
-    def is_on_loopback(self) -> bool:
-        return self.host in ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(frozen=True)
-class ActorConfig:
-    """How runs train. `auto` lets the first run decide; an adapter of rank r is scaled by `lora_alpha / r`."""
-
-    mode: Literal["auto", "lora", "full"] = "auto"
-    lora_alpha: float = 32.0
-    max_lora_rank: int = 128
-
-    def __post_init__(self) -> None:
-        _at_least(self, "actor", max_lora_rank=1)
-        _positive(self, "actor", "lora_alpha")
-
-
-@dataclass(frozen=True)
-class CpuConfig:
-    """Shares of a machine without a GPU: the sampler's key-value cache, and the threads of each worker."""
-
-    kv_cache_gb: int = 1
-    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
-
-    def __post_init__(self) -> None:
-        _at_least(self, "cpu", kv_cache_gb=1, threads=1)
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """The shape of the worker group; without a GPU `n_gpus_per_node` counts worker processes."""
-
-    nnodes: int = 1
-    n_gpus_per_node: int = 1
-
-    def __post_init__(self) -> None:
-        _at_least(self, "trainer", nnodes=1, n_gpus_per_node=1)
 
 
 OURS = {"server": ServerConfig, "actor": ActorConfig, "cpu": CpuConfig, "trainer": TrainerConfig}
@@ -346,19 +260,6 @@ def _typed(dotted: str, text: str) -> dict[str, Any]:
     return single(dotted, text if is_text else parsed(text))
 
 
-def _at_least(section: Any, name: str, **limits: int) -> None:
-    for key, limit in limits.items():
-        if getattr(section, key) < limit:
-            raise ConfigError(f"{name}.{key} is {getattr(section, key)}; it must be at least {limit}")
-
-
-def _positive(section: Any, name: str, *keys: str) -> None:
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name}.{key} is {value}; it must be a positive, finite number")
-
-
 def _labelled(label: str, function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
@@ -374,7 +275,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def print_config(config: Config) -> None:
-    """Check the preset with verl's own classes too, then print it; starts nothing."""
+    """Check the preset against this machine and with verl's own classes too, then print it; starts nothing."""
+    check_machine(config)
     if config.device == "cpu":
         from verl_tinker.engine.cpu.environment import driver_environment
 

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from verl_tinker.checks import check_machine, unwritable
 from verl_tinker.core.errors import TinkerError
 from verl_tinker.config import ENGINES, Config, add_arguments, load_config, print_config
 from verl_tinker.models import ModelError, resolve_model
@@ -143,7 +144,8 @@ class Server:
                 keep_last_checkpoints=config.server.keep_last_checkpoints,
             )
             app = create_app(
-                self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set, keys=keys)
+                self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set, keys=keys,
+                changed_flags=config.server.client_flags)
             http = uvicorn.Server(uvicorn.Config(
                 app, http=BoundedProtocol, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
             # uvicorn would take the signals for itself and end before the engine is closed.
@@ -256,6 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.check:
             print_config(config)
             return
+        check_machine(config)
         _check_writable(config.checkpoint_dir)
         listener = _listen(config.server.host, config.server.port)
         _prepare_environment(config)
@@ -289,8 +292,7 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"server.checkpoint_dir: {folder} cannot be written to ({error.strerror}); give a folder of "
-                          "your own, as in --set server.checkpoint_dir=~/checkpoints") from None
+        raise unwritable(folder, error.strerror) from None
 
 
 def _prepare_environment(config: Config) -> None:

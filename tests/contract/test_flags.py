@@ -9,7 +9,8 @@ from recording import Recorder
 from server import wait_until
 from tinker import types
 
-from verl_tinker.api.flags import chosen
+from verl_tinker.api.body import MAX_BODY, MAX_DATUMS
+from verl_tinker.api.flags import CLIENT_CONFIG, DYNAMIC_CONFIG, MOST, chosen
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -80,5 +81,10 @@ def test_compression(heard, on):
 
 
 def test_an_unknown_flag_is_refused():
-    with pytest.raises(ValueError, match="sample_cancel"):
+    with pytest.raises(ValueError, match="^sample_cancel is not a flag that clients know; there are .*sample_cancel_enabled"):
         chosen({"sample_cancel": True})
+
+
+def test_no_flag_lets_a_client_send_what_the_server_refuses():
+    assert MOST["fwdbwd_max_chunk_len"] <= MAX_DATUMS and 2 * MOST["fwdbwd_max_chunk_bytes_count"] <= MAX_BODY
+    assert chosen({**CLIENT_CONFIG, **DYNAMIC_CONFIG}) == (CLIENT_CONFIG, DYNAMIC_CONFIG)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_tinker import config as config_module
+from verl_tinker.api.flags import CLIENT_CONFIG, DYNAMIC_CONFIG, chosen
 from verl_tinker.config import ENVIRONMENT, find_preset, load_config
 from verl_tinker.models import ModelMap
 from verl_tinker.schema import ConfigError
@@ -104,6 +105,21 @@ def test_aliases_hold_names_with_dots_and_suffixes():
     assert isinstance(models, ModelMap) and models["Qwen/Qwen3.6-35B-A3B:peft:262144"] == "bundled:tiny"
 
 
+def test_flags_of_clients_are_chosen_by_the_preset(tmp_path):
+    override = "server.client_flags={sample_use_retrieve_futures: true, refresh_interval_sec: 60}"
+    client, dynamic = chosen(load(CPU, override, "server.client_flags.fwdbwd_max_chunk_len=100").server.client_flags)
+    changed = {"sample_use_retrieve_futures": True, "fwdbwd_max_chunk_len": 100}
+    assert client == {**CLIENT_CONFIG, **changed} and dynamic == {**DYNAMIC_CONFIG, "refresh_interval_sec": 60}
+    (tmp_path / "again.yaml").write_text(load(CPU, override).to_yaml())
+    assert load(tmp_path / "again.yaml").server.client_flags == {"sample_use_retrieve_futures": True, "refresh_interval_sec": 60}
+
+
+def test_a_model_folder_whose_config_is_no_object(tmp_path):
+    for text in ("[]", "{", "3"):
+        (tmp_path / "config.json").write_text(text)
+        assert "whose config.json is no JSON object" in refusal(CPU, f"server.model_path={tmp_path}")
+
+
 def test_shutdown_is_allowed_by_default_only_where_nobody_else_can_reach():
     public = ("server.host=0.0.0.0", "server.allow_without_keys=true")
     assert not load(CPU, *public).allow_shutdown
@@ -152,6 +168,16 @@ def test_offload_reaches_the_engine_that_trains(tmp_path, strategy, section):
     ("actor_rollout_ref.rollout.max_model_len=-3", "actor_rollout_ref.rollout.max_model_len is -3; it must be at least 1"),
     ("actor.lora_alpha=.nan", "actor.lora_alpha is nan; it must be a positive, finite number"),
     ("server.session_timeout_s=0", "server.session_timeout_s is 0; it must be a positive, finite number"),
+    ("server.model_name=", "server.model_name is empty; give it a value"),
+    ("server.api_keys_file= ", "server.api_keys_file is empty; give it a value"),
+    ("server.client_flags=3", "server.client_flags is 3; it must be a section of keys"),
+    ("server.client_flags.sample_no_retry=true", "sample_no_retry is not a flag that clients know; there are pjwt_auth_enabled, "),
+    ("server.client_flags.sample_no_retries=1", "server.client_flags.sample_no_retries is 1; it must be true or false"),
+    ("server.client_flags.fwdbwd_max_chunk_len=true", "fwdbwd_max_chunk_len is True; it must be a whole number from 1 on"),
+    ("server.client_flags.fwdbwd_max_chunk_len=0", "fwdbwd_max_chunk_len is 0; it must be a whole number from 1 on"),
+    ("server.client_flags.fwdbwd_max_chunk_len=16385", "fwdbwd_max_chunk_len is 16385; it must be at most 16384"),
+    ("server.client_flags.credential_default_source=x", "it must be api_key or credential_cmd"),
+    ("server.client_flags.pjwt_auth_enabled=true", "pjwt_auth_enabled must be false: this server has no route for it"),
     ("server.model_path=/nowhere", "is to come from /nowhere, where no config.json is"),
     ("nonsense", "write key=value"),
 ])

@@ -1,32 +1,69 @@
 """What the start command refuses before anything slow begins: one line that names the key."""
 
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from verl_tinker import start
+from verl_tinker.core.access import Keys
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def refusal(*overrides: str) -> str:
-    command = [sys.executable, "-m", "verl_tinker.start", "--config", "configs/quick_start/cpu.yaml"]
-    done = subprocess.run([*command, *(f"--set={o}" for o in overrides)], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr
+@pytest.fixture
+def refusal(tmp_path, monkeypatch):
+    """Give the line with which the command ends, started with these overrides or arguments."""
+
+    def too_late(config):
+        raise AssertionError("nothing was refused, and the engine would start now")
+
+    monkeypatch.setattr(start, "_prepare_environment", too_late)
+    monkeypatch.setattr(start, "print_config", lambda config, print_config=start.print_config: (print_config(config), too_late(config)))
+
+    def run(*overrides: str, check: bool = False) -> str:
+        overrides = (f"server.checkpoint_dir={tmp_path / 'checkpoints'}", *overrides)
+        arguments = ["--config", "configs/quick_start/cpu.yaml", *(f"--set={o}" for o in overrides)]
+        with pytest.raises(SystemExit) as end:
+            start.main([*arguments, "--check"] if check else arguments)
+        assert "\n" not in end.value.code
+        return end.value.code
+
+    return run
 
 
-def test_a_port_in_use(tmp_path):
+def test_a_port_in_use(refusal):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        message = refusal(f"server.port={port}", f"server.checkpoint_dir={tmp_path}")
+        message = refusal(f"server.port={port}")
     assert f"server.port: cannot listen on 127.0.0.1 port {port}" in message
 
 
-def test_a_checkpoint_folder_that_is_a_file(tmp_path):
+@pytest.mark.parametrize("check", [True, False])
+def test_a_checkpoint_folder_that_cannot_be(refusal, tmp_path, check):
     (tmp_path / "file").write_text("")
-    assert "server.checkpoint_dir" in refusal(f"server.checkpoint_dir={tmp_path / 'file'}")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        message = refusal(f"server.checkpoint_dir={place}", check=check)
+        assert f"server.checkpoint_dir: {place} cannot be written to" in message and "--set server.checkpoint_dir=" in message
+    assert "server.checkpoint_dir is empty; give it a value" in refusal("server.checkpoint_dir=", check=check)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_key_file_that_lets_nobody_in(refusal, tmp_path, check):
+    file = tmp_path / "keys.json"
+    message = refusal(f"server.api_keys_file={file}", check=check)
+    assert f"server.api_keys_file: there is no {file}" in message and f"keys add NAME --file {file}" in message
+    for broken in ("{]", "[]", '{"alice": 5}', '{"alice": "ab"}'):
+        file.write_text(broken)
+        message = refusal(f"server.api_keys_file={file}", check=check)
+        assert f"server.api_keys_file: {file} is not a key file" in message and f"keys add NAME --file {file}" in message
+
+
+def test_a_check_of_what_could_start_changes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("verl_tinker.config.Config.check_verl", lambda config: None)
+    Keys(tmp_path / "keys.json").add("alice")
+    before = sorted(tmp_path.iterdir())
+    start.main(["--config", "configs/quick_start/cpu.yaml", "--check", f"--set=server.api_keys_file={tmp_path / 'keys.json'}",
+                f"--set=server.checkpoint_dir={tmp_path / 'a' / 'b'}"])
+    assert f"checkpoint_dir: {tmp_path / 'a' / 'b'}" in capsys.readouterr().out
+    assert sorted(tmp_path.iterdir()) == before

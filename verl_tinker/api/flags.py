@@ -37,11 +37,29 @@ CLIENT_CONFIG = MappingProxyType(
 DYNAMIC_CONFIG = MappingProxyType({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
+# What this server has no routes for.
+_FIXED = ("pjwt_auth_enabled", "custom_loss_server_side")
+# Of `verl_tinker.api.body`, with room: a chunk that is refused for its size deadlocks the client, whose count is a guess.
+MOST = MappingProxyType({"fwdbwd_max_chunk_len": 16_384, "fwdbwd_max_chunk_bytes_count": 32 << 20})
+_WORDS = {bool: "true or false", int: "a whole number from 1 on", str: "api_key or credential_cmd"}
+
+
 def chosen(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The answers of client/config and client/dynamic_config with some flags changed."""
-    unknown = changes.keys() - CLIENT_CONFIG.keys() - DYNAMIC_CONFIG.keys()
-    if unknown:
-        raise ValueError(f"flags {sorted(unknown)} are not known; give some of {[*CLIENT_CONFIG, *DYNAMIC_CONFIG]}")
+    """The answers of client/config and client/dynamic_config with some flags changed; ValueError begins with the flag."""
+    known = {**CLIENT_CONFIG, **DYNAMIC_CONFIG}
+    for flag, value in changes.items():
+        if flag not in known:
+            raise ValueError(f"{flag} is not a flag that clients know; there are {', '.join(known)}")
+        _check(flag, value, type(known[flag]))
     return tuple(
         {flag: changes.get(flag, value) for flag, value in config.items()} for config in (CLIENT_CONFIG, DYNAMIC_CONFIG)
     )
+
+
+def _check(flag: str, value: Any, kind: type) -> None:
+    if type(value) is not kind or (kind is int and value < 1) or (kind is str and value not in _WORDS[str].split(" or ")):
+        raise ValueError(f"{flag} is {value!r}; it must be {_WORDS[kind]}")
+    if flag in _FIXED and value:
+        raise ValueError(f"{flag} must be false: this server has no route for it")
+    if value > MOST.get(flag, value):
+        raise ValueError(f"{flag} is {value}; it must be at most {MOST[flag]}, which the server takes in one request")
