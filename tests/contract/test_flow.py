@@ -29,7 +29,7 @@ def test_trains_saves_and_samples(server, client, training):
     output, stepped = step(training)
     assert output.metrics["loss:sum"] == pytest.approx(4 * 1.01)
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx([-1.01] * 4)
-    assert stepped.metrics == {"grad_norm": 4.0}
+    assert stepped.metrics == {"grad_norm": 4.0, "weights_version": 2.0}
     sampler = training.save_weights_and_get_sampling_client().result(20)
     response = sampler.sample(PROMPT, num_samples=3, sampling_params=types.SamplingParams(max_tokens=5)).result(20)
     assert [s.tokens for s in response.sequences] == [[140] * 5] * 3
