@@ -48,9 +48,14 @@ def test_a_session_shows_what_its_client_said_and_made(server, connect, rest, mo
     with server.http() as http:
         raw = http.get(f"/sessions/{session_id}").json()
     assert (sorted(raw["tags"]), raw["project_id"], raw["status"]) == (["nightly", "sft"], "p", {"type": "active"})
-    client.close("errored").result(20)
+    client.close("errored", detail="out of data").result(20)
+    with server.http() as http:
+        http.post(f"/sessions/{session_id}/finish", json={"reason": {"type": "success"}, "detail": "too late"})
     (summary,) = rest.search_sessions(SessionSearchRequest()).result(20).sessions
     assert (summary.status.type, summary.status.reason.type) == ("client_finished", "errored")
+    assert summary.status.detail == "out of data"
+    with server.http() as http:
+        assert http.get(f"/sessions/{session_id}").json()["status"]["detail"] == "out of data"
     assert (summary.checkpoints_count, summary.project_id, summary.owner) == (1, "p", "local")
     assert summary.checkpoint_storage_bytes == len("[0.0, 0.0]")
     del sampler
@@ -108,10 +113,11 @@ def test_a_session_and_its_runs_move_to_another_project(start_server):
     training = client.create_lora_training_client(base_model=BASE).result(20)
     session_id = training.model_id.partition(":")[0]
     rest.assign_session_project(session_id, "new").result(20)
-    client.close("success").result(20)
+    client.close("success", detail="as planned").result(20)
     server.stop()
     again = start_server()
     rest = tinker.RestClient(base_url=again.url)
+    assert rest.search_sessions(SessionSearchRequest()).result(20).sessions[0].status.detail == "as planned"
     assert found(rest, project_ids=["new"]) == [session_id] and found(rest, project_ids=["old"]) == []
     with again.http() as http:
         runs = [http.get(f"/training_runs?project_id={p}").json()["training_runs"] for p in ("new", "old")]

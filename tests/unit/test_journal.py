@@ -13,8 +13,11 @@ def test_all_of_it_is_there_again(tmp_path):
     session = SessionRecord("s", "alice", 12.5, {"tags": ["a"]}, "key")
     first.add_session(session)
     first.add_session(SessionRecord("t", "", 13.0, {}, None))
-    first.end_session("t", "success")
-    first.end_session("t", "errored")
+    first.end_session("t", "success", "all done")
+    first.end_session("t", "errored", "too late")
+    first.add_session(SessionRecord("u", "", 14.0, {}, None))
+    first.end_session("u", "success", None)
+    first.end_session("u", "success", "too late")
     first.add_run("s:train:0", "alice", "s")
     first.accept("r1", "s:train:0", 1, "optim_step", "alice")
     first.settle("r1", Outcome(result={"metrics": {"x": 1.0}}))
@@ -28,7 +31,8 @@ def test_all_of_it_is_there_again(tmp_path):
     first.close()
 
     second = Journal(tmp_path)
-    assert second.sessions() == [session, SessionRecord("t", "", 13.0, {}, None, "success")]
+    assert second.sessions() == [session, SessionRecord("t", "", 13.0, {}, None, "success", "all done"),
+                                 SessionRecord("u", "", 14.0, {}, None, "success")]
     assert second.run_owner("s:train:0") == "alice" and second.run_owner("other") is None
     reason, category = second.run_end("s:train:0")
     assert "started again" in reason and category == "server"

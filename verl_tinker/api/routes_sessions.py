@@ -54,7 +54,7 @@ async def session_heartbeat(
 async def finish_session(
     session_id: str, service: ServiceDep, caller: CallerDep, body: wire.FinishSession = json_body(wire.FinishSession)
 ) -> dict:
-    service.sessions.finish(service.sessions.get(session_id, caller), body.reason.type)
+    service.sessions.finish(service.sessions.get(session_id, caller), body.reason.type, body.detail)
     return {}
 
 
@@ -159,4 +159,6 @@ def _status(view: SessionView) -> dict | None:
     if view.is_live:
         return {"type": "active"}
     finished = view.session.finished
-    return {"type": "client_finished", "reason": {"type": finished}} if finished in FINISHED else None
+    if finished not in FINISHED:
+        return None
+    return {"type": "client_finished", "reason": {"type": finished}, "detail": view.session.detail}

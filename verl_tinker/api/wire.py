@@ -48,6 +48,7 @@ class FinishReason(Wire):
 
 class FinishSession(Wire):
     reason: FinishReason = FinishReason()
+    detail: str | None = None
 
 
 class LoraConfig(Wire):

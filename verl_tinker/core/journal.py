@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS session (id TEXT PRIMARY KEY, owner TEXT, created REAL, facts TEXT, idempotency_key TEXT);
 CREATE TABLE IF NOT EXISTS session_end (id TEXT PRIMARY KEY, at REAL, reason TEXT);
+CREATE TABLE IF NOT EXISTS session_detail (id TEXT PRIMARY KEY, detail TEXT);
 CREATE TABLE IF NOT EXISTS session_project (id TEXT, at REAL, project TEXT);
 CREATE TABLE IF NOT EXISTS run (id TEXT PRIMARY KEY, owner TEXT, session TEXT, created REAL);
 CREATE TABLE IF NOT EXISTS run_end (id TEXT PRIMARY KEY, at REAL, reason TEXT, category TEXT);
@@ -40,7 +41,7 @@ _KEPT_SECONDS = 30 * 86400.0
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session. `facts` is what its client said of it; `finished` the reason, None while it goes on."""
+    """A session. `facts` is what its client said of it; `finished` the reason, None while it goes on, `detail` more of it."""
 
     session_id: str
     owner: str
@@ -48,6 +49,7 @@ class SessionRecord:
     facts: dict
     idempotency_key: str | None
     finished: str | None = None
+    detail: str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ class Journal:
         self._write("INSERT INTO session VALUES (?, ?, ?, ?, ?)", record.session_id, record.owner, record.created,
                     json.dumps(record.facts), record.idempotency_key)
 
-    def end_session(self, session_id: str, reason: str) -> None:
+    def end_session(self, session_id: str, reason: str, detail: str | None) -> None:
+        self._write("INSERT OR IGNORE INTO session_detail SELECT ?1, ?2 WHERE ?1 NOT IN (SELECT id FROM session_end)",
+                    session_id, detail)
         self._write("INSERT OR IGNORE INTO session_end VALUES (?, ?, ?)", session_id, time.time(), reason)
 
     def move_session(self, session_id: str, project_id: str) -> None:
@@ -155,10 +159,10 @@ class Journal:
         """Every session, the oldest first."""
         moved = dict(self._db.execute("SELECT id, project FROM session_project ORDER BY rowid"))
         rows = self._db.execute(
-            "SELECT s.id, owner, created, facts, idempotency_key, reason FROM session s LEFT JOIN session_end e "
-            "ON s.id = e.id ORDER BY s.rowid")
-        return [SessionRecord(i, owner, created, _facts(json.loads(facts), moved.get(i)), key, end)
-                for i, owner, created, facts, key, end in rows]
+            "SELECT s.id, owner, created, facts, idempotency_key, reason, detail FROM session s "
+            "LEFT JOIN session_end e ON s.id = e.id LEFT JOIN session_detail d ON s.id = d.id ORDER BY s.rowid")
+        return [SessionRecord(i, owner, created, _facts(json.loads(facts), moved.get(i)), key, end, detail)
+                for i, owner, created, facts, key, end, detail in rows]
 
     # Runs
 

@@ -27,7 +27,10 @@ class SessionFacts:
 
 @dataclass
 class Session:
-    """A client's session. `owner` is the name of its API key, "" without keys; `created` seconds since 1970."""
+    """A client's session. `owner` is the name of its API key, "" without keys; `created` seconds since 1970.
+
+    `detail` is what the client said of the reason with which it finished.
+    """
 
     session_id: str
     owner: str = ""
@@ -35,6 +38,7 @@ class Session:
     created: float = field(default_factory=time.time)
     last_seen: float = field(default_factory=time.monotonic)
     finished: str | None = None
+    detail: str | None = None
 
     def touch(self) -> None:
         self.last_seen = time.monotonic()
@@ -53,7 +57,8 @@ class SessionTable:
         self._by_key: dict[tuple[str, str], Session] = {}
         for record in journal.sessions():
             facts = SessionFacts(**record.facts)
-            session = Session(record.session_id, record.owner, facts, record.created, finished=record.finished)
+            session = Session(
+                record.session_id, record.owner, facts, record.created, finished=record.finished, detail=record.detail)
             self._keep(session, record.idempotency_key)
 
     def create(self, idempotency_key: str | None, facts: SessionFacts = SessionFacts(), owner: str = "") -> Session:
@@ -88,11 +93,11 @@ class SessionTable:
         session.touch()
         return session
 
-    def finish(self, session: Session, reason: str) -> None:
-        """The first reason stands."""
+    def finish(self, session: Session, reason: str, detail: str | None = None) -> None:
+        """The first reason stands, with its detail."""
         if session.finished is None:
-            session.finished = reason
-            self._journal.end_session(session.session_id, reason)
+            session.finished, session.detail = reason, detail
+            self._journal.end_session(session.session_id, reason, detail)
 
     def set_project(self, session: Session, project_id: str) -> None:
         self._journal.move_session(session.session_id, project_id)
