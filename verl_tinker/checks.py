@@ -66,17 +66,20 @@ def _check_folders(config: Config) -> None:
 
 def check_machine(config: Config) -> None:
     """Raise ConfigError naming the first key whose file or folder a server could not use; changes nothing on the disk."""
-    folder = config.checkpoint_dir
+    check_checkpoint_dir(config.checkpoint_dir)
+    if config.api_keys_file:
+        _check_keys(config.api_keys_file)
+
+
+def check_checkpoint_dir(folder: Path) -> None:
     try:
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     except OSError as error:
         raise unwritable(folder, error.strerror) from None
     if not nearest.is_dir():
         raise unwritable(folder, f"{nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise unwritable(folder, f"{nearest} may not be written to")
-    if config.api_keys_file:
-        _check_keys(config.api_keys_file)
 
 
 def _check_keys(file: Path) -> None:

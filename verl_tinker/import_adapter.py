@@ -15,7 +15,9 @@ import sys
 import time
 from pathlib import Path
 
+from verl_tinker.checks import check_checkpoint_dir
 from verl_tinker.config import Config, add_arguments, load_config
+from verl_tinker.core import disk
 from verl_tinker.core.checkpoints import Checkpoint, CheckpointPath, RunRecord, check_name
 from verl_tinker.core.errors import TinkerError, UserError
 from verl_tinker.core.store import CheckpointStore
@@ -33,9 +35,11 @@ def import_adapter(
     path = CheckpointPath(f"imported-{secrets.token_hex(8)}:train:0", "weights", check_name(name))
     adapter, added = read_adapter(folder, model_folder)
     spec, now = ModelSpec(base_model, adapter.spec), time.time()
+    store.require_bytes(sum(p.numel() * p.element_size() for p in adapter.parameters().values()), f"importing {path}")
     scratch = store.scratch()
     try:
-        adapter.save(scratch, base_model)
+        with disk.explained(store.root, str(path)):
+            adapter.save(scratch, base_model)
         store.record_run(RunRecord(path.run_id, spec, now, {"imported_from": folder.name}, owner))
         return store.publish(scratch, Checkpoint(secrets.token_hex(8), path, spec, now, owner=owner)), added
     finally:
@@ -46,7 +50,7 @@ def _base_model(folder: Path, wanted: str | None, config: Config) -> str:
     from verl_tinker.engine.peft_folder import base_model_of
 
     name = wanted or base_model_of(folder)
-    if name not in config.models:
+    if not isinstance(name, str) or name not in config.models:
         raise UserError(
             f"the adapter's base model is {name!r} and the preset serves {', '.join(config.models)}; give --config for "
             "the preset that serves it, or --base-model when it goes by another name there"
@@ -67,7 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
         config = load_config(options.config, options.overrides)
         base_model = _base_model(options.folder, options.base_model, config)
         model_folder = resolve_model(config.models[base_model], config.cache_dir)
-        store = CheckpointStore((options.checkpoint_dir or config.checkpoint_dir).expanduser(), recover=False)
+        root = (options.checkpoint_dir or config.checkpoint_dir).expanduser()
+        check_checkpoint_dir(root)
+        store = CheckpointStore(root, recover=False)
         try:
             checkpoint, added = import_adapter(
                 options.folder, store, base_model, model_folder, options.name, options.owner)

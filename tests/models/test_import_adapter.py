@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl_tinker.core import disk
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.types import LoraSpec, ModelSpec
-from verl_tinker.import_adapter import import_adapter
+from verl_tinker.import_adapter import import_adapter, main
 from verl_tinker.models import default_cache_dir, prepare_tiny
 
 pytestmark = pytest.mark.timeout(300)
@@ -115,6 +116,50 @@ def test_weights_that_do_not_fit_are_refused(base, store, tmp_path, damage, text
     assert store.list() == []
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"3", b'"LORA"', b"null", b"{", pytest.param(b"[" * 100_000, id="deep"), pytest.param(b"\xff\xfe", id="not text")])
+def test_a_description_that_is_no_object_is_refused(base, store, tmp_path, content):
+    file = tmp_path / "adapter_config.json"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=f"{file} .*give a folder that PEFT's save_pretrained wrote"):
+        import_adapter(tmp_path, store, "some/base", base, "one")
+    with pytest.raises(SystemExit, match=f"{file} .*give a folder that PEFT's save_pretrained wrote"):
+        main([str(tmp_path), "--name", "one", "--config", "configs/quick_start/cpu.yaml"])
+
+
+@pytest.mark.parametrize("changed", [{"r": 0}, {"r": 4.0}, {"lora_alpha": float("nan")}, {"lora_alpha": float("inf")}, {"r": "4"}])
+def test_a_scale_that_is_no_number_is_refused(base, store, tmp_path, changed):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **changed}))
+    with pytest.raises(UserError, match="it must be a positive, finite number"):
+        import_adapter(tmp_path, store, "some/base", base, "one")
+
+
+@pytest.mark.parametrize("name", [["some/base"], 5, None])
+def test_a_base_model_that_is_no_name_is_refused(tmp_path, name):
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": name}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match=re.escape(f"the adapter's base model is {name!r} and the preset serves ")):
+        main([str(tmp_path), "--name", "one", "--config", "configs/quick_start/cpu.yaml"])
+
+
+def test_an_import_that_the_disk_has_no_room_for_is_refused_before_it_begins(base, store, tmp_path, monkeypatch):
+    trained_elsewhere(base, tmp_path / "peft")
+    before = sorted(store.root.rglob("*"))
+    monkeypatch.setattr(disk, "free_bytes", lambda folder: 1000)
+    with pytest.raises(UserError, match="server.checkpoint_dir has 1000 bytes free and importing tinker://imported-.* needs"):
+        import_adapter(tmp_path / "peft", store, "some/base", base, "one")
+    assert sorted(store.root.rglob("*")) == before
+
+
+def test_a_folder_of_checkpoints_that_cannot_be(base, tmp_path):
+    trained_elsewhere(base, tmp_path / "peft")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match=f"server.checkpoint_dir: {tmp_path / 'file'} cannot be written to"):
+        main([str(tmp_path / "peft"), "--name", "one", "--config", "configs/quick_start/cpu.yaml", "--base-model", "some/base",
+              "--checkpoint-dir", str(tmp_path / "file"), "--set=server.model_path=bundled:tiny", "--set=server.model_name=some/base"])
+
+
 def test_a_pickle_is_not_read(base, store, tmp_path):
     trained_elsewhere(base, tmp_path / "peft")
     (tmp_path / "peft" / "adapter_model.safetensors").rename(tmp_path / "peft" / "adapter_model.bin")
@@ -129,8 +174,6 @@ def test_the_command_prints_the_path(base, tmp_path):
         "--checkpoint-dir", str(tmp_path / "checkpoints"), "--config", "configs/quick_start/cpu.yaml",
         "--set", "server.model_path=bundled:tiny", "--set", "server.model_name=some/base",
     ]
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert refused.returncode == 1 and "the preset serves some/base" in refused.stderr
     config = tmp_path / "peft" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "some/base"}))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

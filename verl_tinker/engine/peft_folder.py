@@ -65,10 +65,13 @@ def base_model_of(folder: Path) -> str | None:
 
 def _config(folder: Path) -> dict:
     file = folder / "adapter_config.json"
+    remedy = "give a folder that PEFT's save_pretrained wrote"
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read ({error}); give a folder that PEFT's save_pretrained wrote") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read ({error}); {remedy}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds {type(config).__name__}, not a JSON object; {remedy}")
     if config.get("peft_type") != "LORA":
         raise UserError(f"peft_type is {config.get('peft_type')!r}; only LORA adapters can be imported")
     if config.get("bias", "none") != "none":
@@ -83,8 +86,8 @@ def _config(folder: Path) -> dict:
             "PEFT (path_initial_model_for_weight_conversion) and import that"
         )
     for key, kind in (("r", int), ("lora_alpha", (int, float))):
-        if not isinstance(config.get(key), kind) or isinstance(config[key], bool) or config[key] <= 0:
-            raise UserError(f"{key} is {config.get(key)!r}; it must be a positive number")
+        if not isinstance(config.get(key), kind) or isinstance(config[key], bool) or not 0 < config[key] < math.inf:
+            raise UserError(f"{key} is {config.get(key)!r}; it must be a positive, finite number")
     return config
 
 
