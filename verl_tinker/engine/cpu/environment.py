@@ -54,6 +54,9 @@ def compute_environment(threads: int) -> dict[str, str]:
     never = str(1 << 32)
     return {
         "OMP_NUM_THREADS": str(threads),
+        # vLLM and verl have torch compile two small functions: half a minute of C++ at each start, for no gain here, and an
+        # error where there is no compiler.
+        "TORCHDYNAMO_DISABLE": "1",
         # OpenMP threads that sleep while they wait; spinning costs several times the work on shared cores.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",

@@ -2,7 +2,7 @@
 
 Owns the section. Does not judge. Run it on an otherwise idle machine.
 
-    python bench/weights.py
+    python bench/runs_and_versions.py
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main() -> None:
             bench.live.close()
     text = "\n".join([
         HEADING, "",
-        f"Made by `python bench/weights.py` on {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}: the engine of the CPU preset,",
+        f"Made by `python bench/runs_and_versions.py` on {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}: the engine of the CPU preset,",
         "without HTTP, SmolLM2-135M in float32. Times are medians, memory is proportional set size of all processes.", "",
         "| what | cost |", "|---|---|", *(f"| {what} | {cost} |" for what, cost in rows), ""])
     print(text)
