@@ -150,7 +150,7 @@ def load_config(
     return _labelled(str(path), _build, str(path), tree, defaults)
 
 
-def _build(source: str, tree: dict[str, Any], defaults: Any) -> Config:
+def _build(source: str, tree: dict[str, Any], defaults: dict[str, Any]) -> Config:
     sections = {name: _section(name, cls, tree.get(name) or {}) for name, cls in OURS.items()}
     server, trainer = sections["server"], sections["trainer"]
     verl = merged({}, tree.get("actor_rollout_ref") or {})
@@ -173,7 +173,7 @@ def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
-def _resolved(verl: dict[str, Any], defaults: Any, server: ServerConfig, trainer: TrainerConfig, strategy: str) -> Any:
+def _resolved(verl: dict[str, Any], defaults: dict[str, Any], server: ServerConfig, trainer: TrainerConfig, strategy: str) -> Any:
     """verl's section with everything filled in, as an OmegaConf tree."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -183,37 +183,34 @@ def _resolved(verl: dict[str, Any], defaults: Any, server: ServerConfig, trainer
     if server.enable_offload is not None:
         engine = {"param_offload": server.enable_offload, "optimizer_offload": server.enable_offload}
         verl = merged({"actor": {ENGINES[strategy][1]: engine}}, verl)
-    base = OmegaConf.create(OmegaConf.to_container(defaults))
     if not server.auto_merge_verl_default_config:
-        base.actor_rollout_ref = {section: {} for section in ("actor", "rollout", "ref", "model")}
-    base = OmegaConf.merge(base, {"trainer": asdict(trainer)}, {"actor_rollout_ref": verl})
+        defaults = {**defaults, "actor_rollout_ref": {section: {} for section in ("actor", "rollout", "ref", "model")}}
+    # Merged before OmegaConf sees it, which takes a third of a second for each tree of this size.
+    whole = OmegaConf.create(merged(defaults, {"trainer": asdict(trainer), "actor_rollout_ref": verl}))
     try:
-        return OmegaConf.create(OmegaConf.to_container(base.actor_rollout_ref, resolve=True))
+        return OmegaConf.create(OmegaConf.to_container(whole.actor_rollout_ref, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
 
 
-def _check_layer(layer: dict[str, Any], defaults: Any) -> None:
-    from omegaconf import OmegaConf
-
+def _check_layer(layer: dict[str, Any], defaults: dict[str, Any]) -> None:
     for key, value in layer.items():
         if key in OURS:
             schema.check_section(value, schema.annotations(OURS[key]), key)
         elif key == "actor_rollout_ref":
-            known = OmegaConf.to_container(defaults.actor_rollout_ref)
-            known["ref"]["enable"] = False
-            schema.check_verl(value, known, key)
+            schema.check_verl(value, merged(defaults[key], {"ref": {"enable": False}}), key)
         else:
             schema.check_section({key: value}, SECTIONS, "")
 
 
 @functools.cache
-def _verl_defaults(strategy: str) -> Any:
+def _verl_defaults(strategy: str) -> dict[str, Any]:
     """verl's own default tree for the engine that trains; to be read only."""
     from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
 
     with initialize_config_dir(str(schema.verl_folder() / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", overrides=[f"model_engine={ENGINES[strategy][0]}"])
+        return OmegaConf.to_container(compose("ppo_trainer", overrides=[f"model_engine={ENGINES[strategy][0]}"]))
 
 
 def _as_actor(ref: Any) -> Any:

@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 SECONDS = 300
+# How often it is looked whether the proxy is to end; there is one for nearly every test.
+_LOOK_SECONDS = 0.02
 _OF_ONE_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
 
 
@@ -26,7 +28,7 @@ class DroppingProxy:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(_LOOK_SECONDS,), daemon=True).start()
 
     def lose(self, *endpoints: str, delivered: bool) -> None:
         """Lose the next call of each endpoint once; `delivered` says whether the server sees it."""

@@ -67,6 +67,7 @@ def test_create_session_is_idempotent_by_its_key(server):
 
 
 def test_seqs_may_come_in_any_order_and_with_gaps(server, raw):
+    server.service._queue._gap_seconds = 0.3
     for seq in (3, 2, 7):
         raw.result(raw.forward_backward(seq))
     assert server.engine.models[raw.model].gradient == 12

@@ -1,11 +1,8 @@
 """Made-up requests after the server's own description: no 5xx, no hang, words with every refusal."""
 
-import contextlib
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 pytestmark = pytest.mark.timeout(1800)
@@ -46,8 +43,10 @@ def test_any_request(names, mode, examples, live):
     for operation in operations:
         if names == "live" and operation.path.endswith("finish"):
             continue
-        with contextlib.suppress(Unsatisfiable):  # Nothing about a call without parameters can be wrong.
-            few(examples)(given(case=operation.as_strategy(generation_mode=mode))(send))()
+        # Nothing about a call whose only parameters are parts of its path can be wrong, and it takes long to find that out.
+        if mode is GenerationMode.NEGATIVE and not operation.body.items and not operation.query.items:
+            continue
+        few(examples)(given(case=operation.as_strategy(generation_mode=mode))(send))()
     assert sent > examples * len(operations) / 3
 
 

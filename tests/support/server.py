@@ -19,6 +19,14 @@ from verl_tinker.api.limits import BoundedProtocol
 from verl_tinker.core.service import Service
 
 
+class Prompt(uvicorn.Server):
+    """Looks ten times as often as uvicorn does whether it is to stop, for there are hundreds of servers to stop."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.01)
+
+
 class TestServer:
     """`url` is the base URL, `engine` the fake, `service` the core behind it. `wrap` puts an app around the server's."""
 
@@ -49,7 +57,7 @@ class TestServer:
         app = create_app(self.service, on_shutdown=self.shutdown_asked.set, **self._app_options)
         config = uvicorn.Config(self._wrap(app), http=BoundedProtocol, log_level="warning",
                                 timeout_graceful_shutdown=2, timeout_keep_alive=90)
-        self._http = uvicorn.Server(config)
+        self._http = Prompt(config)
         self.loop = asyncio.get_running_loop()
         starting = asyncio.create_task(self.service.start())
         await self._http.serve([self._socket])

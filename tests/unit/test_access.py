@@ -39,9 +39,10 @@ def test_bad_names_and_files(tmp_path):
             known.add(name)
     with pytest.raises(UserError, match="has no key; there are alice"):
         known.remove("bob")
-    (tmp_path / "bad.json").write_text("{]")
-    with pytest.raises(UserError, match="server.api_keys_file: .*bad.json is not a key file"):
-        Keys(tmp_path / "bad.json")
+    for bad in ("{]", "[]", '{"alice": 5}', '{"alice": "ab"}'):
+        (tmp_path / "bad.json").write_text(bad)
+        with pytest.raises(UserError, match="server.api_keys_file: .*bad.json is not a key file"):
+            Keys(tmp_path / "bad.json")
 
 
 def test_names_that_are_added_at_once_are_all_there(tmp_path):

@@ -15,7 +15,7 @@ from verl_tinker.core.futures import FutureStore
 from verl_tinker.core.journal import Journal
 from verl_tinker.core.queue import Chunk, CommandQueue
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,12 @@ class Engine:
         return alone
 
 
-@settings(max_examples=300, deadline=None)
-@given(traffic())
-def test_each_accepted_command_acts_once_and_in_order(posts):
+@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.full)])
+def test_each_accepted_command_acts_once_and_in_order(examples):
+    settings(max_examples=examples, deadline=None)(given(traffic())(acts_once_and_in_order))()
+
+
+def acts_once_and_in_order(posts):
     async def run():
         engine, reference, futures = Engine(), Reference(), {}
         queue = CommandQueue(FutureStore(), Journal(None), gap_seconds=0.002)
@@ -150,11 +153,13 @@ def test_each_accepted_command_acts_once_and_in_order(posts):
     asyncio.run(run())
 
 
-@settings(max_examples=100, deadline=None)
-@given(traffic(), st.integers(0, 30))
-def test_a_queue_that_stops_anywhere_answers_for_all_and_repeats_nothing(posts, stop_after):
+@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.full)])
+def test_a_queue_that_stops_anywhere_answers_for_all_and_repeats_nothing(examples):
     """The journal of a stopped server: what it says was done was done, and what it accepted it knows."""
+    settings(max_examples=examples, deadline=None)(given(traffic(), st.integers(0, 30))(answers_for_all))()
 
+
+def answers_for_all(posts, stop_after):
     async def run():
         engine, store, journal = Engine(), FutureStore(), Journal(None)
         queue = CommandQueue(store, journal, gap_seconds=0.002)

@@ -53,10 +53,9 @@ def test_a_key_file_that_lets_nobody_in(refusal, tmp_path, check):
     file = tmp_path / "keys.json"
     message = refusal(f"server.api_keys_file={file}", check=check)
     assert f"server.api_keys_file: there is no {file}" in message and f"keys add NAME --file {file}" in message
-    for broken in ("{]", "[]", '{"alice": 5}', '{"alice": "ab"}'):
-        file.write_text(broken)
-        message = refusal(f"server.api_keys_file={file}", check=check)
-        assert f"server.api_keys_file: {file} is not a key file" in message and f"keys add NAME --file {file}" in message
+    file.write_text("[]")
+    message = refusal(f"server.api_keys_file={file}", check=check)
+    assert f"server.api_keys_file: {file} is not a key file" in message and f"keys add NAME --file {file}" in message
 
 
 def test_a_check_of_what_could_start_changes_nothing(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 
 from verl_tinker.api import (
     describe,
@@ -53,7 +53,6 @@ def create_app(
     app.state.client_config, app.state.dynamic_config = flags.chosen(changed_flags)
     # Two at once keep the memory of hostile or merely big bodies within bounds.
     app.state.decompressing = asyncio.Semaphore(2)
-    api = APIRouter(prefix="/api/v1")
     for router in (
         routes_server.open_router,
         routes_futures.open_router,
@@ -65,8 +64,7 @@ def create_app(
         routes_catalog.router,
         routes_external.router,
     ):
-        api.include_router(router)
-    app.include_router(api)
+        app.include_router(router, prefix="/api/v1")
     errors.install(app)
     describe.install(app)
     return app
