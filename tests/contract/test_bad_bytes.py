@@ -69,6 +69,10 @@ LYING = {
     "half a value": (pb.Tensor(dtype=INT64, dense=bytes(15)), "15 bytes"),
     "huge": (
         pb.Tensor(dtype=INT64, sparse_csr=pb.SparseCsr(crow_indices=bytes(24)), shape=[2, 10**12]),
+        "sizes are 0 to",
+    ),
+    "huge in all": (
+        pb.Tensor(dtype=INT64, sparse_csr=pb.SparseCsr(crow_indices=bytes(24)), shape=[2, 2**25]),
         "values in all",
     ),
     "negative": (pb.Tensor(dtype=INT64, dense=bytes(16), shape=[-2, -1]), "0 or more"),

@@ -24,7 +24,8 @@ def datum(tokens, **inputs):
 BAD_BATCHES = {
     "unknown loss": ([sft()], "cross_entrpy", None, "did you mean 'cross_entropy'"),
     "known loss that is not here": (
-        [rl()], "custom", None, "cispo, cross_entropy, dro, gspo, importance_sampling, ppo, stable_reinforce"),
+        [rl()], "custom", None,
+        "cispo, cross_entropy, custom_from_config, dro, gspo, importance_sampling, ppo, stable_reinforce"),
     "mask of gspo": ([rl()], "gspo", None, r"'sequence_ratio_mask'\] is missing"),
     "no provenance": ([rl()], "stable_reinforce", None, r"data\[0\].loss_fn_input_spans is missing"),
     "missing input": ([sft(), sft()], "ppo", None, r"data\[0\].loss_fn_inputs\['logprobs'\] is missing"),
@@ -140,7 +141,7 @@ def test_engine_failures_are_the_servers(server, training):
     with pytest.raises(tinker.RequestFailedError, match="ValueError: a bug") as failure:
         training.optim_step(types.AdamParams()).result(20)
     assert failure.value.category == "server"
-    assert training.optim_step(types.AdamParams()).result(20).metrics == {"grad_norm": 4.0}
+    assert training.optim_step(types.AdamParams()).result(20).metrics == {"grad_norm": 4.0, "weights_version": 2.0}
 
 
 def test_weights_that_fail_the_check_are_not_served(server, client, training):

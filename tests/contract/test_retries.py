@@ -16,7 +16,8 @@ def test_a_repeated_command_is_the_same_command(server, raw):
     assert raw.forward_backward(1) == first
     step = raw.optim_step(2)
     assert raw.optim_step(2, learning_rate=9.0) == step
-    assert raw.result(step) == raw.result(step) == {"metrics": {"grad_norm": 4.0}, "type": "optim_step"}
+    assert raw.result(step) == raw.result(step) == {
+        "metrics": {"grad_norm": 4.0, "weights_version": 2.0}, "type": "optim_step"}
     assert server.engine.names() == ["create_model", "forward_backward", "optim_step"]
 
 
