@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from workload import LOAD_HEADING, ROOT
+from workload import LOAD_HEADING, write_section
 
 from fake_server import FakeServer
 from traffic import Load, Report
@@ -70,8 +70,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     options = parser.parse_args()
     text = section(measured(options.samples, options.processes), options.samples, options.processes)
-    page = ROOT / "docs" / "performance.md"
-    page.write_text(page.read_text().partition(LOAD_HEADING)[0].rstrip() + "\n\n" + text)
+    write_section(text)
     print(text)
 
 

@@ -38,9 +38,8 @@ def worker_group() -> dict[str, Callable[[], float]]:
     }
 
 
-def direct_vllm() -> dict[str, Callable[[], float]]:
-    """vLLM's own engine with the server's engine arguments, threads, hooks and an adapter; tokens made."""
-    scratch = Path(tempfile.mkdtemp())
+def _vllm_arguments(scratch: Path) -> dict:
+    """The server's own, for its small model; the environment and vLLM's hooks are set up too."""
     from verl_tinker.engine.cpu.environment import rollout_environment
 
     os.environ.update(rollout_environment(2, 1, str(scratch)))
@@ -50,12 +49,19 @@ def direct_vllm() -> dict[str, Callable[[], float]]:
 
     live = Live(["server.model_path=bundled:smollm2"], scratch)
     vllm_cpu.install()
+    return Sampler(live.settings, {}, with_lora=True)._engine_args()
+
+
+def direct_vllm() -> dict[str, Callable[[], float]]:
+    """vLLM's own engine with the server's engine arguments, threads, hooks and an adapter; tokens made."""
+    scratch = Path(tempfile.mkdtemp())
+    arguments = _vllm_arguments(scratch)
     from vllm import EngineArgs, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    engine = LLMEngine.from_engine_args(EngineArgs(**Sampler(live.settings, {}, with_lora=True)._engine_args()))
-    adapter = LoRARequest("v1", 1, str(_adapter(live.settings.model_folder, scratch / "adapter")))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    adapter = LoRARequest("v1", 1, str(_adapter(Path(arguments["model"]), scratch / "adapter")))
     settings = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, seed=1, detokenize=False)
 
     def sample(count: int, lora) -> int:
@@ -68,6 +74,27 @@ def direct_vllm() -> dict[str, Callable[[], float]]:
 
     return {f"{label}, {n}": lambda n=n, lora=lora: sample(n, lora)
             for label, lora in (("base", None), ("adapter", adapter)) for n in workload.CONCURRENCY}
+
+
+def prompt_groups() -> dict[str, Callable[[], float]]:
+    """The sampler as in the server, on prompts that it has not seen; prompt tokens that came from its cache."""
+    import numpy as np
+
+    arguments = _vllm_arguments(Path(tempfile.mkdtemp()))
+    from verl_tinker.core.types import SampleRequest, SamplingParams
+    from verl_tinker.engine.sampler_loop import SamplerLoop
+
+    loop, rng = SamplerLoop(arguments, arguments["model"]), np.random.default_rng(2)
+
+    def sample(length: int, requests: int, samples: int) -> int:
+        prompt = rng.integers(100, 40000, length).astype(np.int32)
+        request = SampleRequest(prompt, samples, SamplingParams(max_tokens=1, stop=[]))
+        futures = [loop.submit(request, 0) for _ in range(requests)]
+        return sum(future.result().cache_hit_tokens for future in futures)
+
+    return {f"{length}, {requests} x {samples}": lambda a=(length, requests, samples): sample(*a)
+            for length in workload.PROMPT_LENGTHS for requests, samples in ((1, 1), (1, workload.GROUP), (workload.GROUP, 1))
+            } | {"close": loop.close}
 
 
 def _adapter(model_folder: Path, folder: Path) -> Path:
@@ -135,7 +162,8 @@ class Peer:
 
 
 def main() -> None:
-    calls = {"worker-group": worker_group, "direct-vllm": direct_vllm, "plain-training": plain_training}[sys.argv[1]]()
+    calls = {"worker-group": worker_group, "direct-vllm": direct_vllm, "plain-training": plain_training,
+             "prompt-groups": prompt_groups}[sys.argv[1]]()
     for line in sys.stdin:
         began = time.perf_counter()
         result = calls[line.strip()]()
