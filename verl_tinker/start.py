@@ -39,7 +39,6 @@ _SIGNAL_SECONDS = 0.2
 def engine_settings(config: Config, work_folder: Path):
     """What the engine needs of a preset. Downloads or converts the model when it is not there yet."""
     from omegaconf import OmegaConf
-    from transformers import AutoConfig
 
     from verl_tinker.core.types import BaseModelInfo
     from verl_tinker.engine.settings import EngineSettings
@@ -49,11 +48,11 @@ def engine_settings(config: Config, work_folder: Path):
         if resolve_model(place, config.cache_dir) != folder:
             raise ConfigError(f"server.model_aliases.{name}: {place} is another model than server.model_path; "
                               "one server trains one base model")
-    model = AutoConfig.from_pretrained(folder)
-    context = min(config.context_length, model.max_position_embeddings)
+    limit, vocabulary, is_tied = _description(folder)
+    context = min(config.context_length, limit)
     verl = OmegaConf.merge(config.actor_rollout_ref, {"model": {"path": str(folder)}})
     infos = [
-        BaseModelInfo(name, context, model.vocab_size, bool(model.tie_word_embeddings), True, config.has_rollout)
+        BaseModelInfo(name, context, vocabulary, is_tied, True, config.has_rollout)
         for name in config.models
     ]
     return EngineSettings(
@@ -76,6 +75,19 @@ def engine_settings(config: Config, work_folder: Path):
         kv_cache_gb=config.cpu.kv_cache_gb,
         ray_address=config.server.ray_address,
     )
+
+
+def _description(folder: Path) -> tuple[int, int, bool]:
+    """A model's longest sequence in tokens, its vocabulary, and whether input and output share an embedding."""
+    from transformers import AutoConfig
+
+    try:
+        model = AutoConfig.from_pretrained(folder)
+        return model.max_position_embeddings, model.vocab_size, bool(model.tie_word_embeddings)
+    except Exception as error:  # Each architecture checks its own description, with errors of any type.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"server.model_path: transformers cannot read {folder / 'config.json'} ({reason}); give the folder "
+                         "of a causal language model that this version of transformers knows") from error
 
 
 def _rollout_args(rollout) -> dict:

@@ -5,7 +5,9 @@ import socket
 import pytest
 
 from verl_tinker import start
+from verl_tinker.config import load_config
 from verl_tinker.core.access import Keys
+from verl_tinker.models import ModelError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,6 +58,15 @@ def test_a_key_file_that_lets_nobody_in(refusal, tmp_path, check):
     file.write_text("[]")
     message = refusal(f"server.api_keys_file={file}", check=check)
     assert f"server.api_keys_file: {file} is not a key file" in message and f"keys add NAME --file {file}" in message
+
+
+@pytest.mark.parametrize("description", [
+    "{}", '{"model_type": "nobody_knows"}', '{"model_type": "llama", "vocab_size": "many"}', '{"model_type": "vit"}'])
+def test_a_model_that_transformers_does_not_know(tmp_path, description):
+    (tmp_path / "config.json").write_text(description)
+    config = load_config("configs/quick_start/cpu.yaml", [f"server.model_path={tmp_path}"])
+    with pytest.raises(ModelError, match=f"server.model_path: transformers cannot read {tmp_path}/config.json .*; give the folder"):
+        start.engine_settings(config, tmp_path)
 
 
 def test_a_check_of_what_could_start_changes_nothing(tmp_path, monkeypatch, capsys):
