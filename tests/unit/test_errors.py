@@ -10,7 +10,7 @@ from verl_tinker.core.errors import EngineError, UserError
     ('cannot open "/x/y"', 'cannot open "y"'),
     ("cannot open /srv/run_train_0/weights/a/x.safetensors (os error 2)", "cannot open x.safetensors (os error 2)"),
     ("~/models/base is no folder, /dev/shm is full", "base is no folder, shm is full"),
-    ("in File(/opt/lib/torch/nn.py)", "in File(nn.py)"),
+    ("in File(/usr/lib/torch/nn.py)", "in File(nn.py)"),
     ("tinker://a:train:0/weights/b, org/model and http://h:1/a/b stay", "tinker://a:train:0/weights/b, org/model and http://h:1/a/b stay"),
     ("GET /api/v1/training_runs/a/checkpoints lists them", "GET /api/v1/training_runs/a/checkpoints lists them"),
     ("1/2 and / or a/b/c", "1/2 and / or a/b/c"),
