@@ -117,7 +117,7 @@ def tinker_loss(model_output: dict, data: TensorDict, dp_group=None, *, actor=No
     lp, lengths = jagged.values().float(), jagged.offsets().diff()
     fields = {k: data[k].values() for k in FIELDS if k in data.keys()}
     if name == preset_loss.NAME:
-        counts = json.loads(tu.get_non_tensor_data(data, "counts"))
+        counts = json.loads(tu.get_non_tensor_data(data, "counts", default="{}"))
         return preset_loss.preset_loss(lp, fields, lengths, actor, counts, dp_size), {}
     fields["rows"] = torch.arange(len(lengths), device=lp.device).repeat_interleave(lengths)
     return LOSSES[name](lp, fields, config).sum() * dp_size, {}
