@@ -152,3 +152,18 @@ def test_a_checkpoint_of_another_rank_is_refused_and_changes_nothing(live, run_n
     live.do(live.engine.create_model(run_name, numerics.spec(live.engine, True, rank=16)))
     with pytest.raises(UserError, match="rank"):
         live.do(live.engine.load_state(run_name, tmp_path, True))
+
+
+def test_a_damaged_optimizer_file_is_refused_and_changes_nothing(live, run_name, tmp_path):
+    data = numerics.batch(live.settings.models[0].vocab_size, seed=63)
+    live.do(live.engine.create_model(run_name, numerics.spec(live.engine, True)))
+    live.do(live.engine.save_state(run_name, tmp_path))
+    live.do(live.engine.forward_backward(run_name, data, "cross_entropy", {}, True))
+    live.do(live.engine.optim_step(run_name, AdamParams(learning_rate=1e-2)))
+    trained = live.do(live.engine.forward_backward(run_name, data, "cross_entropy", {}, False)).metrics["loss:sum"]
+    file = tmp_path / "optimizer.safetensors"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    with pytest.raises(EngineError):
+        live.do(live.engine.load_state(run_name, tmp_path, True))
+    after = live.do(live.engine.forward_backward(run_name, data, "cross_entropy", {}, False)).metrics["loss:sum"]
+    assert after == pytest.approx(trained, rel=1e-6)

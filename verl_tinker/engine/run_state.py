@@ -114,9 +114,8 @@ class RunState:
         if writes:
             save_file(tensors or {"empty": torch.zeros(())}, folder / OPTIMIZER_FILE)
 
-    def load_optimizer(self, folder: Path) -> None:
+    def load_optimizer(self, saved: dict[str, torch.Tensor]) -> None:
         """Restore what save_optimizer wrote; the moments become bit-equal."""
-        saved = load_file(folder / OPTIMIZER_FILE)
         self.reset_optimizer()
         for name, p in self.parameters.items():
             if f"{name}.step" not in saved:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
@@ -163,13 +163,15 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
         if optimizer and not (Path(folder) / OPTIMIZER_FILE).exists():
             raise UserError("path: the checkpoint has no optimizer state; load it without the optimizer, by "
                             "create_training_client_from_state or load_state")
+        # Read before anything is changed, for a damaged file must not leave half of a checkpoint in the run.
+        moments = load_file(Path(folder) / OPTIMIZER_FILE) if optimizer else None
         with self._loaded():
             self._load_weights(run, Path(folder))
             run.reset_optimizer()
             # The engine offloads the optimizer that it has, so it must have the new one.
             self._select(run_id)
-            if optimizer:
-                run.load_optimizer(Path(folder))
+            if moments is not None:
+                run.load_optimizer(moments)
                 run.load_gradient(Path(folder))
 
     def _loaded(self):
