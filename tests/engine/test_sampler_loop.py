@@ -200,9 +200,24 @@ def test_without_max_tokens_an_answer_runs_to_the_end_of_the_context(loop):
     assert len(drawn.tokens) == 12 and drawn.stop_reason == "length"
 
 
-def test_a_repeated_prompt_is_taken_from_the_cache(loop):
+def test_a_repeated_prompt_is_taken_from_the_cache_and_a_seed_does_not_mind(loop):
+    """At first the prompt goes through in three chunks, then in one."""
     prompt = np.random.default_rng(8).integers(100, 40000, 300).astype(np.int32)
-    first, again = (loop.submit(SampleRequest(prompt, 1, SamplingParams(max_tokens=2, temperature=0.0)), 0).result(timeout=60)
-                    for _ in range(2))
-    assert first.cache_hit_tokens == 0 and 0 < again.cache_hit_tokens < 300
+    params = SamplingParams(max_tokens=8, seed=5, stop=[])
+    first, again = (loop.submit(SampleRequest(prompt, 1, params), 0).result(timeout=60) for _ in range(2))
+    assert (first.cache_hit_tokens, again.cache_hit_tokens) == (0, 256)
     assert first.sequences[0].tokens.tolist() == again.sequences[0].tokens.tolist()
+
+
+def test_seeded_prompts_that_do_not_fit_into_one_step_disturb_nobody(loop):
+    prompts = [np.random.default_rng(i).integers(100, 40000, 90).astype(np.int32) for i in range(20, 26)]
+    params = SamplingParams(max_tokens=6, seed=1, stop=[])
+
+    def submit(prompt):
+        return loop.submit(SampleRequest(prompt, 1, params), 0)
+
+    def tokens(future):
+        return future.result(timeout=60).sequences[0].tokens.tolist()
+
+    alone = [tokens(submit(prompt)) for prompt in prompts]
+    assert [tokens(future) for future in [submit(prompt) for prompt in prompts]] == alone

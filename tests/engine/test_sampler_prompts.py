@@ -104,15 +104,15 @@ def test_a_seed_reproduces_alternatives_in_any_batch_and_none_does_not(loop):
 
 def test_alternatives_have_the_frequencies_of_the_tempered_distribution(loop, versions):
     """4,000 draws at one position, at a temperature at which the tiny model has favourites."""
-    prompt, temperature = SHORT[:4], 0.1
+    prompt, temperature = SHORT[:4], 0.2
     futures = [ask(loop, prompt, params=replace(ONE, temperature=temperature, seed=s), prompt_alt_k=100) for s in range(40)]
     drawn = np.concatenate([f.result(timeout=120).prompt_alt.ids[2] for f in futures])
     wanted = torch.softmax(log_softmax(versions[0], prompt)[2].double() / temperature, 0).numpy()
     counts = np.bincount(drawn, minlength=VOCAB)
-    likely = np.argsort(-wanted)[:10]
+    likely = np.flatnonzero(wanted * len(drawn) > 10)
     observed = np.append(counts[likely], len(drawn) - counts[likely].sum())
     expected = np.append(wanted[likely], 1 - wanted[likely].sum()) * len(drawn)
-    assert expected.min() > 5 and expected[0] > 50, "too flat or too sharp for this test to mean anything"
+    assert len(likely) >= 3 and expected.max() > 50 and expected.min() > 10, "too flat or too sharp for this test to mean anything"
     # 10 degrees of freedom: once in a million.
     assert ((observed - expected) ** 2 / expected).sum() < 47
 

@@ -52,7 +52,8 @@ VLLM_ATTRIBUTES = {
     "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ["lora_manager"],
     "vllm.v1.worker.gpu_worker:Worker": ["model_runner"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": [
-        "model_config", "num_prompt_logprobs", "lora_config", "requests", "sampler"],
+        "model_config", "num_prompt_logprobs", "lora_config", "requests", "sampler",
+        "discard_request_mask", "input_batch"],
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA": ["lora_a_stacked", "lora_b_stacked"],
     "vllm.lora.layers.base:BaseLayerWithLoRA": ["punica_wrapper"],
 }
@@ -70,6 +71,7 @@ VLLM_CPU_CALLS = {
     "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.update_metadata": [
         "mapping", "lora_index_to_id", "max_loras", "vocab_size"],
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": ["lora_request"],
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.sample_tokens": ["grammar_output"],
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm": ["layer", "remove_weight"],
 }
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"

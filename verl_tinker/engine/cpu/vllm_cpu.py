@@ -1,14 +1,18 @@
-"""What vLLM's CPU build needs to be trained beside: plain weights kept, LoRA as plain matrix products.
+"""What vLLM's CPU build needs: plain weights kept, LoRA as plain matrix products, seeds for prompts that come in chunks.
 
-Owns the two hooks into vLLM's CPU back-end. Does not load weights: `verl_tinker.engine.vllm_weights` does.
+Owns the three hooks into vLLM's CPU back-end. Does not load weights: `verl_tinker.engine.vllm_weights` does.
 """
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 def install() -> None:
@@ -21,6 +25,26 @@ def install() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = keep_weight
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: f"{__name__}.GroupedLora")
+    CPUModelRunner.sample_tokens = _keeping_seeds(CPUModelRunner.sample_tokens)
+
+
+def _keeping_seeds(sample_tokens):
+    """What is sampled before a prompt is through is thrown away; vLLM then winds the request's generator back.
+
+    Torch's generator for CPU cannot go back, so it does not go forward either.
+    """
+
+    @functools.wraps(sample_tokens)
+    def keeping(self, grammar_output):
+        generators = self.input_batch.generators
+        unfinished = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]).tolist()
+        kept = {row: generators.pop(row) for row in unfinished if row in generators}
+        try:
+            return sample_tokens(self, grammar_output)
+        finally:
+            generators.update(kept)
+
+    return keeping
 
 
 class GroupedLora(PunicaWrapperBase):
