@@ -251,7 +251,8 @@ def check_soft_targets(call) -> float:
         sums = datum["weights"].sum(1)
         np.testing.assert_allclose(sums[sums > 0], 1, atol=1e-5)
     trained = sum(int((datum["weights"].sum(1) > 0).sum()) for datum in call.data)
-    assert trained > 8
+    # An answer may be as short as one token.
+    assert trained >= len(call.data)
     return -sum(float((d["weights"] * lp).sum()) for d, lp in zip(call.data, call.logprobs, strict=True))
 
 
