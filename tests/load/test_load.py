@@ -28,8 +28,9 @@ def test_hundreds_of_samples_beside_training(start_process, tmp_path):
 @pytest.mark.timeout(1800)
 def test_thousands_of_samples_from_eight_processes_beside_training(start_process, tmp_path):
     server = start_process(*ARGUMENTS)
-    # Some KiB for each kept result, and for each connection and task of the burst, which the allocator holds.
-    check(Load(server, tmp_path / "first", 800).run(4000, processes=8), 4000, 128 * MIB)
+    # Some KiB for each kept result, and for each connection and task of the burst, which the allocator holds: 80 MiB where
+    # a quick machine has fewer of them open at once, 160 on a slow one.
+    check(Load(server, tmp_path / "first", 800).run(4000, processes=8), 4000, 192 * MIB)
     # A second round finds all that, so what it adds would be added for ever: a thousand results more are kept.
     check(Load(server, tmp_path / "second", 800).run(4000, processes=8), 4000, 12 * MIB)
 
