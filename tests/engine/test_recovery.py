@@ -124,7 +124,7 @@ def test_after_the_death_of_the_server_the_next_one_goes_on(tmp_path, name):
     assert not alive, [p.cmdline()[:3] for p in alive]
     process, _ = start_server(tmp_path, TINY, port=int(url.rpartition(":")[2]))
     check_server_error(pending[-1], "started again")
-    with pytest.raises(tinker.RequestFailedError, match="unnamed snapshot"):
+    with pytest.raises(tinker.RequestFailedError, match="had no name"):
         greedy(before.snapshot)
     before.check_that_clients_go_on()
     assert stop_server(process) == 0
