@@ -46,6 +46,8 @@ def section(found: dict[int, list[dict[str, tuple[float, float]]]], rounds: int)
         lines.append(
             f"| {length:,} tokens | {median(one):.2f} s | {median(together):.2f} s | {_ratio(together, one)} | "
             f"{median(apart):.2f} s | {_ratio(apart, one)} | {cached:.0f} tokens |")
+    lines += ["", "Samples share the whole blocks of a prompt, which are of 32 tokens here: what follows the last of them, and all of a",
+              "prompt of less than a block, is computed for every sample."]
     return "\n".join([*lines, ""])
 
 

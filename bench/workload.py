@@ -20,7 +20,7 @@ NEW_TOKENS, CONCURRENCY = 64, (1, 16, 64)
 SEQUENCES, LENGTH = 16, 256
 # From here on docs/performance.md has sections that programs of their own measure.
 LOAD_HEADING = "## Many samples at once"
-GROUP, PROMPT_LENGTHS = 8, (1024, 100)
+GROUP, PROMPT_LENGTHS = 8, (1024, 100, 30)
 
 
 def write_section(text: str) -> None:

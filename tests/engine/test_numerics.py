@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numerics
+import numpy as np
 import pytest
 from answers import check_interleaved
+
+from verl_tinker.core.types import SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,3 +52,13 @@ def test_loading_without_the_optimizer_starts_its_moments_anew(live, tmp_path):
 
 def test_versions_of_every_kind_in_one_batch_answer_with_their_own_weights(live, tmp_path):
     check_interleaved(live, tmp_path)
+
+
+def test_samples_of_one_prompt_at_once_share_its_whole_blocks(live):
+    prompt = np.random.default_rng(12).integers(100, 40000, 100).astype(np.int32)
+    request = SampleRequest(prompt, 1, SamplingParams(max_tokens=1))
+
+    async def ask():
+        return await asyncio.gather(*(live.engine.sample(live.name, 0, request) for _ in range(4)))
+
+    assert sorted(answer.cache_hit_tokens for answer in live.do(ask())) == [0, 96, 96, 96]

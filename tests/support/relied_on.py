@@ -32,7 +32,7 @@ VLLM_FIELDS = {
     "vllm.engine.arg_utils:EngineArgs": [
         "model", "tokenizer", "dtype", "max_model_len", "enforce_eager", "max_num_seqs", "enable_lora",
         "max_num_batched_tokens", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules", "logprobs_mode",
-        "max_logprobs", "seed", "disable_log_stats", "enable_prefix_caching", "enable_chunked_prefill",
+        "max_logprobs", "seed", "disable_log_stats", "block_size", "enable_prefix_caching", "enable_chunked_prefill",
         "tensor_parallel_size", "gpu_memory_utilization", "worker_extension_cls", "enable_sleep_mode"],
     "vllm.sampling_params:SamplingParams": [
         "n", "max_tokens", "seed", "temperature", "top_k", "top_p", "stop", "stop_token_ids", "ignore_eos",

@@ -73,6 +73,9 @@ class Sampler:
             "tokenizer": str(self.settings.model_folder),
             "max_model_len": self._max_context(),
             "disable_log_stats": True,
+            # Samples of one prompt share its whole blocks. vLLM's 128 tokens without a GPU leave much of a prompt to be
+            # computed for each, and all of a short one; 32 is the least that its kernels are fast with.
+            "block_size": 32,
             **self.settings.rollout_args,
             **self._version_args(),
         }
