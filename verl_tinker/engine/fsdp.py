@@ -19,25 +19,29 @@ from verl_tinker.core.errors import EngineError
 from verl_tinker.engine import adapters
 from verl_tinker.engine.run_state import RunState
 
+_ROWS_AT_ONCE = 64
+
 
 class TargetLogprobs(torch.autograd.Function):
-    """log softmax(logits)[row, target] for given pairs, without keeping the softmax.
+    """log softmax(logits)[row, target] for given pairs, in the memory of the logits alone.
 
-    logits: float[T, V], overwritten by its gradient in backward. rows, targets: int64[M], rows ascending.
+    logits: float32[T, V], overwritten by its log softmax, and in backward by its gradient. rows, targets: int64[M],
+    rows ascending.
     """
 
     @staticmethod
     def forward(ctx, logits, rows, targets):
-        normalizer = torch.logsumexp(logits, dim=-1)
-        ctx.save_for_backward(logits, normalizer, rows, targets)
-        return logits[rows, targets] - normalizer[rows]
+        # A few rows at a time: temporaries of the whole would be as large as the logits.
+        for part in logits.split(_ROWS_AT_ONCE):
+            part.copy_(torch.log_softmax(part, dim=-1))
+        ctx.save_for_backward(logits, rows, targets)
+        return logits[rows, targets]
 
     @staticmethod
     def backward(ctx, grad):
-        logits, normalizer, rows, targets = ctx.saved_tensors
-        per_row = torch.zeros_like(normalizer).index_add_(0, rows, grad)
-        softmax = logits.sub_(normalizer.unsqueeze(-1)).exp_()
-        gradient = softmax.mul_(per_row.neg().unsqueeze(-1))
+        log_softmax, rows, targets = ctx.saved_tensors
+        per_row = torch.zeros(len(log_softmax), dtype=grad.dtype, device=grad.device).index_add_(0, rows, grad)
+        gradient = log_softmax.exp_().mul_(per_row.neg().unsqueeze(-1))
         gradient.index_put_((rows, targets), grad, accumulate=True)
         return gradient, None, None
 
