@@ -16,6 +16,12 @@ from verl_tinker.schema import ConfigError
 
 if TYPE_CHECKING:
     from verl_tinker.config import Config
+    from verl_tinker.teachers import TeacherConfig
+
+
+# What the engine behind this server is built on. verl knows more, and presets may name it; see check_served.
+STRATEGIES = ("fsdp2",)
+INFERENCE_ENGINES = ("vllm",)
 
 
 def check_whole(config: Config) -> None:
@@ -25,15 +31,25 @@ def check_whole(config: Config) -> None:
         raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; without a GPU it must be fsdp2")
     _check_sizes(config)
     _check_folders(config)
+    _check_names(config)
+    for teacher in config.teachers:
+        _check_teacher(config, teacher)
+    _check_teacher_pool(config)
+    _check_profiler(config)
     if config.has_rollout:
-        if verl.rollout.name != "vllm":
-            raise ConfigError(f"actor_rollout_ref.rollout.name is {verl.rollout.name}; this server samples with vllm")
-        world, share = trainer.nnodes * trainer.n_gpus_per_node, verl.rollout.get("tensor_model_parallel_size") or 1
-        if world % share:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size is {share}, which does not divide the {world} "
-                "workers of trainer.nnodes * trainer.n_gpus_per_node"
-            )
+        _check_rollout(config)
+
+
+def _check_rollout(config: Config) -> None:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    share = rollout.get("tensor_model_parallel_size") or 1
+    if config.rollout_is_apart:
+        world, whose = rollout.nnodes * rollout.n_gpus_per_node, "GPUs of rollout.nnodes * rollout.n_gpus_per_node"
+    else:
+        world, whose = trainer.nnodes * trainer.n_gpus_per_node, "workers of trainer.nnodes * trainer.n_gpus_per_node"
+    if world % share:
+        raise ConfigError("actor_rollout_ref.rollout.tensor_model_parallel_size is "
+                          f"{share}, which does not divide the {world} {whose}")
 
 
 def _check_sizes(config: Config) -> None:
@@ -50,7 +66,10 @@ def _check_sizes(config: Config) -> None:
 
 def _check_folders(config: Config) -> None:
     remedy = "give a Hugging Face model folder in server.model_path (or server.model_aliases)"
-    for name, path in config.models.items():
+    places = [(name, path, remedy) for name, path in config.models.items()]
+    places += [(t.name, t.path, f"give a Hugging Face model folder in distillation.teacher_models.{t.entry}.model_path")
+               for t in config.teachers]
+    for name, path, remedy in places:
         if not path.startswith(("/", ".", "~")):
             continue
         file = Path(path).expanduser() / "config.json"
@@ -64,8 +83,90 @@ def _check_folders(config: Config) -> None:
             raise ConfigError(f"the model {name} is to come from {path}, whose config.json is no JSON object; {remedy}")
 
 
+def _check_names(config: Config) -> None:
+    """Every public name means one model. Teachers answer to their paths too, which must not name other weights."""
+    trained = config.models
+    taken = {name: f"server.model_aliases.{name}" for name in trained} | {config.server.model_name: "server.model_name"}
+    keys: dict[str, str] = {}
+    for teacher in config.teachers:
+        here = f"distillation.teacher_models.{teacher.entry}"
+        if teacher.name in taken:
+            raise ConfigError(f"{here}.model_name is {teacher.name}, and so is {taken[teacher.name]}; "
+                              "give each model a name of its own")
+        taken[teacher.name] = f"{here}.model_name"
+        if teacher.key in keys:
+            raise ConfigError(f"{here}.key is {teacher.key}, and so is that of {keys[teacher.key]}; "
+                              "give each teacher one of its own")
+        keys[teacher.key] = teacher.entry
+    for teacher in config.teachers:
+        if teacher.path in trained and trained[teacher.path] != teacher.path:
+            raise ConfigError(
+                f"distillation.teacher_models.{teacher.entry}.model_path is {teacher.path}, which is also "
+                f"{taken[teacher.path]}, a model from {trained[teacher.path]}; give the teacher the folder of its weights")
+
+
+def _check_teacher(config: Config, teacher: TeacherConfig) -> None:
+    rollout, section = teacher.rollout, config.distillation
+    if rollout.get("name") is None:
+        raise ConfigError(f"{teacher.preset_key('name')} is missing; give vllm")
+    limit = rollout.get("max_model_len")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"{teacher.preset_key('max_model_len')} is {limit}; it must be at least 1")
+    if config.device == "cpu" and teacher.replica_size > 1:
+        sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+        key = next(key for key in sizes if (rollout.get(key) or 1) > 1)
+        raise ConfigError(f"{teacher.preset_key(key)} is {rollout.get(key)}; without a GPU it must be 1")
+    size, most = teacher.replica_size, section.n_gpus_per_node
+    if size > most and size % most:
+        raise ConfigError(
+            f"{teacher.preset_key('tensor_model_parallel_size')}: a replica takes {size} GPUs, which is neither within one "
+            f"node nor whole nodes of distillation.n_gpus_per_node ({most}); change one of them")
+
+
+def _check_teacher_pool(config: Config) -> None:
+    section, needed = config.distillation, sum(teacher.world_size for teacher in config.teachers)
+    pool = section.nnodes * section.n_gpus_per_node
+    if config.teachers and pool and needed > pool:
+        raise ConfigError(f"distillation.nnodes * distillation.n_gpus_per_node is {pool}, and the teachers take {needed} "
+                          "GPUs; raise them, or lower num_replicas or tensor_model_parallel_size of a teacher")
+    if config.teachers and not section.dedicated_resource_pools and needed != pool:
+        raise ConfigError(f"distillation.nnodes * distillation.n_gpus_per_node is {pool}, and the teachers take {needed} "
+                          "GPUs; without distillation.dedicated_resource_pools they must fill it exactly")
+
+
+def _check_profiler(config: Config) -> None:
+    from omegaconf import OmegaConf
+
+    profiler = config.global_profiler
+    if profiler.get("tool") not in (None, "torch"):
+        raise ConfigError(f"global_profiler.tool is {profiler.tool}; this server knows torch")
+    steps = profiler.get("steps")
+    if steps is not None and not (OmegaConf.is_list(steps) and all(type(step) is int and step >= 0 for step in steps)):
+        raise ConfigError(f"global_profiler.steps is {steps}; it must be a list of training requests' numbers, as in [1, 2]")
+
+
+def check_served(config: Config) -> None:
+    """Raise ConfigError naming the first key of a valid preset that this server cannot start yet."""
+    verl = config.actor_rollout_ref
+    if verl.actor.strategy not in STRATEGIES:
+        raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; runs and adapters of this server are "
+                          f"built on {', '.join(STRATEGIES)}, so it can check such a preset and plan it, not start it")
+    if config.has_rollout:
+        _check_engine("actor_rollout_ref.rollout.name", verl.rollout.name)
+    for teacher in config.teachers:
+        _check_engine(teacher.preset_key("name"), teacher.rollout.name)
+
+
+def _check_engine(key: str, name: str) -> None:
+    if name not in INFERENCE_ENGINES:
+        raise ConfigError(f"{key} is {name}; this server samples with {', '.join(INFERENCE_ENGINES)}, so it can check such a "
+                          "preset and plan it, not start it")
+
+
 def check_machine(config: Config) -> None:
-    """Raise ConfigError naming the first key whose file or folder a server could not use; changes nothing on the disk."""
+    """Raise ConfigError naming the first key that a server could not use here: engines that it has not, files and folders
+    that are not there or may not be written to. Changes nothing on the disk."""
+    check_served(config)
     check_checkpoint_dir(config.checkpoint_dir)
     if config.api_keys_file:
         _check_keys(config.api_keys_file)

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_tinker import schema
+from verl_tinker import schema, teachers
 from verl_tinker.checks import check_machine, check_whole
 from verl_tinker.models import ModelMap, default_cache_dir
 from verl_tinker.presets import find_preset, merged, parsed, read_preset, single
 from verl_tinker.schema import ConfigError
-from verl_tinker.sections import ActorConfig, CpuConfig, ServerConfig, TrainerConfig
+from verl_tinker.sections import ActorConfig, CpuConfig, DistillationConfig, ServerConfig, TrainerConfig
+from verl_tinker.teachers import TeacherConfig
 
 ENVIRONMENT = {
     "TINKER_SERVER_MODEL_NAME": "server.model_name",
@@ -43,14 +44,16 @@ ENGINES = {
     "megatron": ("megatron", "megatron"),
 }
 
-
 OURS = {"server": ServerConfig, "actor": ActorConfig, "cpu": CpuConfig, "trainer": TrainerConfig}
-SECTIONS = {"device": 'Literal["auto", "cpu", "cuda"]', **{name: "dict" for name in OURS}, "actor_rollout_ref": "dict"}
+SECTIONS = {"device": 'Literal["auto", "cpu", "cuda"]', **{name: "dict" for name in OURS}, "actor_rollout_ref": "dict",
+            "distillation": "dict", "global_profiler": "dict"}
 
 
 @dataclass(frozen=True)
 class Config:
-    """A checked preset. `actor_rollout_ref` is verl's section, an OmegaConf tree with nothing left to resolve."""
+    """A checked preset. `actor_rollout_ref` and `global_profiler` are verl's sections, OmegaConf trees with nothing left to
+    resolve; `teachers` stand in the order in which they are to be placed.
+    """
 
     source: str
     device: Literal["cpu", "cuda"]
@@ -58,7 +61,10 @@ class Config:
     actor: ActorConfig
     cpu: CpuConfig
     trainer: TrainerConfig
+    distillation: DistillationConfig
+    teachers: tuple[TeacherConfig, ...]
     actor_rollout_ref: Any
+    global_profiler: Any
     has_ref: bool
 
     @property
@@ -77,12 +83,32 @@ class Config:
     @property
     def token_budget(self) -> int:
         """Tokens that a micro batch holds at most, over the ranks that share a sequence."""
+        return int(self.actor_rollout_ref.actor.ppo_max_token_len_per_gpu) * self.sequence_parallel_size
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many of the trainer's workers share a sequence; each strategy has its own key for it."""
         actor = self.actor_rollout_ref.actor
-        return int(actor.ppo_max_token_len_per_gpu) * int(actor.get("ulysses_sequence_parallel_size") or 1)
+        engine = actor.get(ENGINES[actor.strategy][1]) or {}
+        keys = ("ulysses_sequence_parallel_size", "ulysses_parallel_size", "context_parallel_size")
+        return max(int(section.get(key) or 1) for section in (actor, engine) for key in keys)
+
+    @property
+    def rollout_is_apart(self) -> bool:
+        """Whether the samplers have GPUs of their own, as verl's rollout.nnodes says."""
+        return self.has_rollout and bool(self.actor_rollout_ref.rollout.get("nnodes"))
+
+    @property
+    def rollout_replicas(self) -> int:
+        """Samplers on GPUs of their own; 0: on the trainer's, as many as fit."""
+        rollout = self.actor_rollout_ref.rollout
+        if not self.rollout_is_apart:
+            return 0
+        return int(rollout.nnodes) * int(rollout.n_gpus_per_node) // int(rollout.get("tensor_model_parallel_size") or 1)
 
     @property
     def models(self) -> ModelMap:
-        """Every public name, the trained one first, with the path, hub name or bundled name of its weights."""
+        """Every public name of the trained model, with the path, hub name or bundled name of its weights."""
         return ModelMap({self.server.model_name: self.actor_rollout_ref.model.path, **self.server.model_aliases})
 
     @property
@@ -109,6 +135,8 @@ class Config:
         tree = {"device": self.device} | {name: asdict(getattr(self, name)) for name in OURS}
         tree["actor_rollout_ref"] = OmegaConf.to_container(self.actor_rollout_ref, throw_on_missing=False)
         tree["actor_rollout_ref"]["ref"]["enable"] = self.has_ref
+        tree["distillation"] = teachers.as_tree(self.distillation, self.teachers)
+        tree["global_profiler"] = OmegaConf.to_container(self.global_profiler)
         return OmegaConf.to_yaml(OmegaConf.create(tree))
 
     def check_verl(self) -> None:
@@ -126,6 +154,7 @@ class Config:
             except Exception as error:  # Hydra wraps whatever the dataclass raised: assertions, ValueError, TypeError.
                 reason = str(error.__cause__ or error).splitlines()[0]
                 raise ConfigError(f"{self.source}: verl refuses actor_rollout_ref.{part}: {reason}") from error
+        _labelled(self.source, teachers.check_verl, self.distillation, self.teachers)
 
 
 def load_config(
@@ -138,8 +167,10 @@ def load_config(
     if path is None:
         path = "configs/quick_start/" + ("actor_rollout.yaml" if _has_gpu() else "cpu.yaml")
     file = find_preset(path)
-    layers = [(str(path), read_preset(file))]
+    preset = read_preset(file)
+    layers = [(str(path), preset)]
     layers += [(name, _typed(key, environ[name])) for name, key in ENVIRONMENT.items() if environ.get(name)]
+    layers += teachers.environment_layers(preset, environ)
     layers += [(f"--set {text}", _override(text)) for text in overrides]
     tree: dict[str, Any] = {}
     for _, layer in layers:
@@ -152,14 +183,25 @@ def load_config(
 
 def _build(source: str, tree: dict[str, Any], defaults: dict[str, Any]) -> Config:
     sections = {name: _section(name, cls, tree.get(name) or {}) for name, cls in OURS.items()}
-    server, trainer = sections["server"], sections["trainer"]
+    distillation = DistillationConfig(**(tree.get("distillation") or {}))
     verl = merged({}, tree.get("actor_rollout_ref") or {})
     has_ref = bool((verl.get("ref") or {}).pop("enable", False))
+    if not sections["server"].auto_merge_verl_default_config:
+        defaults = {**defaults, "actor_rollout_ref": {section: {} for section in ("actor", "rollout", "ref", "model")}}
+    whole = _resolved(defaults, {
+        "trainer": asdict(sections["trainer"]),
+        "actor_rollout_ref": _with_model(verl, sections["server"], _strategy(tree)),
+        "global_profiler": tree.get("global_profiler") or {},
+        "teachers": teachers.unresolved(distillation, defaults),
+    })
     config = Config(
         source=source,
         device=_device(tree.get("device", "auto")),
         **sections,
-        actor_rollout_ref=_resolved(verl, defaults, server, trainer, _strategy(tree)),
+        distillation=distillation,
+        teachers=teachers.built(distillation, whole.teachers),
+        actor_rollout_ref=whole.actor_rollout_ref,
+        global_profiler=whole.global_profiler,
         has_ref=has_ref,
     )
     check_whole(config)
@@ -173,22 +215,27 @@ def _section(name: str, cls: type, values: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
-def _resolved(verl: dict[str, Any], defaults: dict[str, Any], server: ServerConfig, trainer: TrainerConfig, strategy: str) -> Any:
-    """verl's section with everything filled in, as an OmegaConf tree."""
+def _with_model(verl: dict[str, Any], server: ServerConfig, strategy: str) -> dict[str, Any]:
+    """verl's section with the server's model and offload in it."""
+    path = server.model_path or (verl.get("model") or {}).get("path") or server.model_name
+    verl = merged(verl, {"model": {"path": path}})
+    if server.enable_offload is None:
+        return verl
+    engine = {"param_offload": server.enable_offload, "optimizer_offload": server.enable_offload}
+    return merged({"actor": {ENGINES[strategy][1]: engine}}, verl)
+
+
+def _resolved(defaults: dict[str, Any], sections: dict[str, Any]) -> Any:
+    """The sections over verl's defaults, everything filled in, as an OmegaConf tree."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    path = server.model_path or (verl.get("model") or {}).get("path") or server.model_name
-    verl = merged(verl, {"model": {"path": path}})
-    if server.enable_offload is not None:
-        engine = {"param_offload": server.enable_offload, "optimizer_offload": server.enable_offload}
-        verl = merged({"actor": {ENGINES[strategy][1]: engine}}, verl)
-    if not server.auto_merge_verl_default_config:
-        defaults = {**defaults, "actor_rollout_ref": {section: {} for section in ("actor", "rollout", "ref", "model")}}
     # Merged before OmegaConf sees it, which takes a third of a second for each tree of this size.
-    whole = OmegaConf.create(merged(defaults, {"trainer": asdict(trainer), "actor_rollout_ref": verl}))
+    whole = OmegaConf.create(merged(defaults, sections))
     try:
-        return OmegaConf.create(OmegaConf.to_container(whole.actor_rollout_ref, resolve=True))
+        return OmegaConf.create({
+            name: OmegaConf.to_container(whole[name], resolve=True)
+            for name in sections if name != "trainer"})
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
 
@@ -199,6 +246,10 @@ def _check_layer(layer: dict[str, Any], defaults: dict[str, Any]) -> None:
             schema.check_section(value, schema.annotations(OURS[key]), key)
         elif key == "actor_rollout_ref":
             schema.check_verl(value, merged(defaults[key], {"ref": {"enable": False}}), key)
+        elif key == "distillation":
+            teachers.check_layer(value, defaults["actor_rollout_ref"]["rollout"], defaults[key])
+        elif key == "global_profiler":
+            schema.check_verl(value, defaults[key], key)
         else:
             schema.check_section({key: value}, SECTIONS, "")
 

@@ -87,13 +87,16 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class CpuConfig:
-    """Shares of a machine without a GPU: the sampler's key-value cache, and the threads of each worker."""
+    """Shares of a machine without a GPU: the sampler's key-value cache, that of each teacher replica, and the threads of
+    each worker. vLLM takes whole gibibytes.
+    """
 
     kv_cache_gb: int = 1
+    teacher_kv_cache_gb: int = 1
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
     def __post_init__(self) -> None:
-        _at_least(self, "cpu", kv_cache_gb=1, threads=1)
+        _at_least(self, "cpu", kv_cache_gb=1, teacher_kv_cache_gb=1, threads=1)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,27 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "trainer", nnodes=1, n_gpus_per_node=1)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """The teachers and the GPUs that are theirs. A replica takes at most `n_gpus_per_node` GPUs of a node; `nnodes` 0 is as
+    many nodes as they need.
+
+    Each replica has a placement group of its own. Without `dedicated_resource_pools` the teachers must fill nnodes *
+    n_gpus_per_node GPUs exactly, as verl's one pool for all of them demands. With `strict_pack` all replicas of a
+    teacher stand on one node, or on whole nodes where one is too small.
+    """
+
+    enabled: bool = False
+    nnodes: int = 0
+    n_gpus_per_node: int = 8
+    dedicated_resource_pools: bool = True
+    strict_pack: bool = False
+    teacher_models: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _at_least(self, "distillation", nnodes=0, n_gpus_per_node=1)
 
 
 def _at_least(section: Any, name: str, **limits: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from verl_tinker import config as config_module
 from verl_tinker.api.flags import CLIENT_CONFIG, DYNAMIC_CONFIG, chosen
+from verl_tinker.checks import check_served
 from verl_tinker.config import ENVIRONMENT, find_preset, load_config
 from verl_tinker.models import ModelMap
 from verl_tinker.schema import ConfigError
@@ -149,6 +150,18 @@ def test_offload_reaches_the_engine_that_trains(tmp_path, strategy, section):
 
 
 @pytest.mark.parametrize("override, text", [
+    ("actor_rollout_ref.actor.strategy=fsdp",
+     "actor_rollout_ref.actor.strategy is fsdp; runs and adapters of this server are built on fsdp2"),
+    ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name is sglang; this server samples with vllm"),
+])
+def test_what_verl_knows_and_this_server_has_not_is_refused_at_the_start(override, text):
+    config = load(ROLLOUT, override)
+    with pytest.raises(ConfigError) as caught:
+        check_served(config)
+    assert text in str(caught.value) and "not start it" in str(caught.value)
+
+
+@pytest.mark.parametrize("override, text", [
     ("server.prot=1", "unknown key server.prot; the nearest is server.port"),
     ("devise=cpu", "unknown key devise; the nearest is device"),
     ("server.port=x", "server.port is 'x'; it must be a whole number"),
@@ -167,7 +180,6 @@ def test_offload_reaches_the_engine_that_trains(tmp_path, strategy, section):
     ("actor_rollout_ref.actor.optim.betas=3", "betas is 3; it must be a list"),
     ("actor_rollout_ref.actor.strategy=fsdp3", "it must be one of fsdp, fsdp2, veomni, megatron"),
     ("actor_rollout_ref.actor.strategy=fsdp", "without a GPU it must be fsdp2"),
-    ("actor_rollout_ref.rollout.name=sglang", "this server samples with vllm"),
     ("actor_rollout_ref.rollout.max_model_len=4096", "what was sampled could not be trained on"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide the 1 workers"),
     ("actor_rollout_ref.rollout.dtype=${nowhere}", "nowhere"),
