@@ -199,7 +199,8 @@ def _build(source: str, tree: dict[str, Any], defaults: dict[str, Any]) -> Confi
         device=_device(tree.get("device", "auto")),
         **sections,
         distillation=distillation,
-        teachers=teachers.built(distillation, whole.teachers),
+        teachers=teachers.built(
+            distillation, whole.teachers, [sections["server"].model_name, *sections["server"].model_aliases]),
         actor_rollout_ref=whole.actor_rollout_ref,
         global_profiler=whole.global_profiler,
         has_ref=has_ref,

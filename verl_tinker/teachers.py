@@ -5,8 +5,8 @@ Owns what the `distillation` section becomes. Does not start a teacher, and does
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from verl_tinker import schema
@@ -26,14 +26,16 @@ DEFAULT_MAX_LOGPROBS = 128
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """A frozen model: `name` and `path` are what clients ask for, `rollout` is verl's RolloutConfig as an OmegaConf tree.
+    """A frozen model, and verl's RolloutConfig for it as an OmegaConf tree (`rollout`).
 
-    `entry` is its key in distillation.teacher_models, `key` the word that logs and placements use.
+    Clients ask for it by any of `names`: its `name`, and its `path` where that names no other model. `entry` is its key in
+    distillation.teacher_models, `key` the word that logs and placements use.
     """
 
     entry: str
     key: str
     name: str
+    names: tuple[str, ...]
     path: str
     num_replicas: int
     rollout: Any
@@ -99,12 +101,22 @@ def unresolved(section: DistillationConfig, defaults: Mapping[str, Any]) -> dict
     return {entry: merged(base, teacher.get("inference") or {}) for entry, teacher in teachers.items()}
 
 
-def built(section: DistillationConfig, rollouts: Mapping[str, Any]) -> tuple[TeacherConfig, ...]:
-    """The teachers as they are placed: largest replica first, then the most GPUs, then the preset's order."""
+def built(section: DistillationConfig, rollouts: Mapping[str, Any], trained: Iterable[str]) -> tuple[TeacherConfig, ...]:
+    """The teachers as they are placed: largest replica first, then the most GPUs, then the preset's order.
+
+    `trained`: the public names of the trained model.
+    """
     if section.enabled and not section.teacher_models:
         raise ConfigError(f"{SECTION}.enabled is true, and {SECTION}.teacher_models names no teacher")
     teachers = [_built(entry, section, rollouts[entry]) for entry in rollouts]
-    return tuple(sorted(teachers, key=lambda teacher: (-teacher.replica_size, -teacher.world_size)))
+    teachers.sort(key=lambda teacher: (-teacher.replica_size, -teacher.world_size))
+    taken = {*trained, *(teacher.name for teacher in teachers)}
+    named = []
+    for teacher in teachers:
+        further = () if teacher.path in taken else (teacher.path,)
+        taken |= {*further}
+        named.append(replace(teacher, names=(teacher.name, *further)))
+    return tuple(named)
 
 
 def _built(entry: str, section: DistillationConfig, rollout: Any) -> TeacherConfig:
@@ -120,7 +132,7 @@ def _built(entry: str, section: DistillationConfig, rollout: Any) -> TeacherConf
     if replicas < 0:
         raise ConfigError(f"{path}.num_replicas is {replicas}; it must be at least 1, or 0 to fill the pool")
     return TeacherConfig(
-        entry=entry, key=given.get("key") or entry, name=name, path=given.get("model_path") or name,
+        entry=entry, key=given.get("key") or entry, name=name, names=(name,), path=given.get("model_path") or name,
         num_replicas=replicas or _replicas_that_fill(section, _replica_size(rollout)), rollout=rollout)
 
 

@@ -102,6 +102,14 @@ def test_the_environment_names_an_only_teacher(gpu):
 def test_a_teacher_may_have_the_weights_of_the_actor_and_of_another_teacher():
     config = load(CPU, of("tiny", "model_path", "bundled:smollm2"))
     assert {t.path for t in config.teachers} == set(config.models.values()) == {"bundled:smollm2"}
+    # Their path means the first of them.
+    assert [t.names for t in config.teachers] == [("teachers/SmolLM2-135M-Instruct", "bundled:smollm2"), ("teachers/tiny",)]
+
+
+def test_teachers_answer_to_name_and_path(gpu):
+    assert [t.names for t in load(gpu).teachers] == [("the/large", "org/large"), ("org/small",)]
+    config = load(gpu, "server.model_name=org/large")
+    assert config.teachers[0].names == ("the/large",) and "org/large" in config.models
 
 
 @pytest.mark.parametrize("override, text", [
