@@ -16,6 +16,7 @@ from verl_tinker.api import (
     describe,
     errors,
     flags,
+    openai,
     routes_catalog,
     routes_external,
     routes_futures,
@@ -24,6 +25,7 @@ from verl_tinker.api import (
     routes_training,
 )
 from verl_tinker.api.codec import WireCodec
+from verl_tinker.chat import Tokenizers
 from verl_tinker.core.access import Keys
 from verl_tinker.core.service import Service
 
@@ -36,17 +38,20 @@ def create_app(
     poll_seconds: float = routes_futures.POLL_SECONDS,
     changed_flags: Mapping[str, Any] = {},
     keys: Keys | None = None,
+    tokenizers: Tokenizers | None = None,
 ) -> FastAPI:
     """The app can serve before the engine is ready: it answers health checks, and 503 to the rest.
 
     The app's own shutdown closes the service. Long polls hold connections open until their futures end, so
     whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
     Without `keys` everybody may call and sees everything. `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
+    Without `tokenizers` OpenAI's routes refuse text.
     """
     app = FastAPI(title="verl-tinker", lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     service.futures.codec = WireCodec()
     app.state.keys = keys
+    app.state.tokenizers = tokenizers
     app.state.allow_shutdown = allow_shutdown
     app.state.on_shutdown = on_shutdown
     app.state.poll_seconds = poll_seconds
@@ -65,6 +70,8 @@ def create_app(
         routes_external.router,
     ):
         app.include_router(router, prefix="/api/v1")
+    for prefix in openai.PREFIXES:
+        app.include_router(openai.router, prefix=prefix)
     errors.install(app)
     describe.install(app)
     return app

@@ -18,13 +18,19 @@ async def get_caller(request: Request) -> Caller:
     keys: Keys | None = request.app.state.keys
     if keys is None:
         return None
-    name = keys.caller(request.headers.get("x-api-key", ""))
+    name = keys.caller(_key(request))
     if name is None:
         raise HTTPException(
             401, "the API key is missing or not known here; set TINKER_API_KEY to a key that the server's owner made with "
             "python -m verl_tinker.keys add NAME"
         )
     return name
+
+
+def _key(request: Request) -> str:
+    """The Tinker SDK sends X-API-Key, OpenAI's clients Authorization: Bearer."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
 def reader_of(request: Request, caller: Caller, token: str | None) -> Caller:

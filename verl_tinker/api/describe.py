@@ -51,7 +51,8 @@ def _described(app: FastAPI) -> dict[str, Any]:
         for method, operation in operations.items():
             del operation["operationId"]
             operation["responses"].pop("422", None)
-            operation["responses"]["4XX"] = _json("refused, and why", {"$ref": f"{_SCHEMAS}Refusal"})
+            refusals = operation["responses"].get("4XX") or _json("refused, and why", {"$ref": f"{_SCHEMAS}Refusal"})
+            operation["responses"]["4XX"] = refusals
             if path in models and method != "get":
                 operation["requestBody"] = _body(path, references[models[path], "validation"])
     return schema

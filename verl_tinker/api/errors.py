@@ -49,8 +49,12 @@ async def _bad_parameter(request: Request, error: RequestValidationError) -> JSO
     return JSONResponse({"detail": "; ".join(problems)}, 422)
 
 
+def status_of(error: TinkerError) -> int:
+    return next(status for kind, status in _STATUS if isinstance(error, kind))
+
+
 async def _refuse(request: Request, error: TinkerError) -> JSONResponse:
-    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    status = status_of(error)
     headers = {"Retry-After": "1"} if status == 429 else None
     return JSONResponse({"detail": error.told, "category": error.category}, status, headers)
 

@@ -87,7 +87,9 @@ def read_sample(data: bytes) -> SampleResult:
     message = pb.SampleResponse.FromString(data)
     names = {number: name for name, number in _STOP.items()}
     sequences = [
-        SampledSequence(np.frombuffer(s.tokens, _INT32), np.frombuffer(s.logprobs, _FLOAT32), names[s.stop_reason])
+        SampledSequence(
+            np.frombuffer(s.tokens, _INT32), np.frombuffer(s.logprobs, _FLOAT32), names[s.stop_reason],
+            _read_topk(s.topk_sampled_logprobs) if s.HasField("topk_sampled_logprobs") else None)
         for s in message.sequences
     ]
     has = message.HasField

@@ -81,10 +81,22 @@ class Sampling:
             sampler = self._samplers.of_path(sampler_id, session_id, parse_path(model_path), session.owner)
         else:
             sampler = Sampler(sampler_id, session_id, base_model, session.owner)
+        self._check_sampleable(sampler)
+        return self._samplers.add(sampler)
+
+    def _check_sampleable(self, sampler: Sampler) -> None:
         model = find_model(self._engine.base_models(), sampler.base_model)
         if not model.sampleable:
             raise UserError(f"base_model {model.name!r} is served for training only, by this server's preset")
-        return self._samplers.add(sampler)
+
+    def submit_by_name(self, caller: Caller, name: str, request: SampleRequest) -> Future:
+        """Accept a request to a base model, or to a path of saved sampler weights, that belongs to no session."""
+        if name.startswith("tinker://"):
+            sampler = self._samplers.of_path(f"by name: {name}", "", parse_path(name), caller or "")
+        else:
+            sampler = Sampler(f"by name: {name}", "", name, caller or "")
+        self._check_sampleable(sampler)
+        return self._accept(sampler, None, request.num_samples, request)
 
     def submit(
         self, caller: Caller, sampler_id: str, seq: int | None, sequences: int, request: SampleRequest | TinkerError
@@ -98,6 +110,10 @@ class Sampling:
         known = self._accepted.get((sampler_id, seq))
         if known and known.request_id in self._futures:
             return known
+        return self._accept(sampler, seq, sequences, request)
+
+    def _accept(self, sampler: Sampler, seq: int | None, sequences: int, request: SampleRequest | TinkerError) -> Future:
+        sampler_id = sampler.sampler_id
         if len(self._tasks) >= self._max_waiting:
             raise Overloaded(f"{len(self._tasks)} samples wait already (server.max_waiting_samples); send this one again")
         future = self._futures.create("sample", None, sampler.owner, min(max(sequences, 0), MAX_SAMPLES))
@@ -107,7 +123,7 @@ class Sampling:
             self._forget_dropped()
         task = asyncio.get_running_loop().create_task(self._run(future, sampler, request))
         self._tasks[future.request_id] = task
-        task.add_done_callback(lambda _: self._ended(sampler_id, seq or 0, future))
+        task.add_done_callback(lambda _: self._ended(sampler, seq or 0, future))
         return future
 
     def cancel(self, future: Future) -> None:
@@ -123,9 +139,10 @@ class Sampling:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, sampler_id: str, seq: int, future: Future) -> None:
+    def _ended(self, sampler: Sampler, seq: int, future: Future) -> None:
         self._tasks.pop(future.request_id, None)
-        self.completions.add(sampler_id, seq, future)
+        if sampler.session_id:
+            self.completions.add(sampler.sampler_id, seq, future)
 
     def _forget_dropped(self) -> None:
         while self._accepted:
@@ -136,8 +153,9 @@ class Sampling:
 
     async def _run(self, future: Future, sampler: Sampler, request: SampleRequest | TinkerError) -> None:
         try:
-            # The session's own client went through the key check when it submitted.
-            self._sessions.open(sampler.session_id, None)
+            if sampler.session_id:
+                # The session's own client went through the key check when it submitted.
+                self._sessions.open(sampler.session_id, None)
             if isinstance(request, TinkerError):
                 raise request
             request = check_sample(request, find_model(self._engine.base_models(), sampler.base_model))
