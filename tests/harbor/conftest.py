@@ -1,0 +1,20 @@
+"""The folder of the tests' helpers on the path, and the environments that some tests run in, made once a session."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def control_environment():
+    """(python of the control environment, variables that tests in it read)."""
+    from environments import control_python, sandbox_bin
+
+    from verl_tinker.models import resolve_model
+
+    variables = {"HARBOR_TEST_MODEL": str(resolve_model("bundled:tiny")), "HARBOR_TEST_SERVER_PYTHON": sys.executable,
+                 "HARBOR_TEST_SANDBOX_BIN": str(sandbox_bin())}
+    return control_python(), variables
