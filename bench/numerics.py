@@ -210,7 +210,7 @@ async def all_figures(engine, folder: Path, scratch: Path) -> list[tuple[str, fl
 async def measure(model: str, workers: int) -> list[tuple[str, float]]:
     from verl_tinker.config import load_config
     from verl_tinker.engine.verl_engine import VerlEngine
-    from verl_tinker.start import engine_settings
+    from verl_tinker.wiring import engine_settings
 
     with tempfile.TemporaryDirectory() as scratch:
         config = load_config("configs/quick_start/cpu.yaml", [

@@ -45,11 +45,12 @@ def _vllm_arguments(scratch: Path) -> dict:
     os.environ.update(rollout_environment(2, 1, str(scratch)))
     from live_engine import Live
     from verl_tinker.engine.cpu import vllm_cpu
-    from verl_tinker.engine.sampler import Sampler
+    from verl_tinker.engine import rollout
 
     live = Live(["server.model_path=bundled:smollm2"], scratch)
     vllm_cpu.install()
-    return Sampler(live.settings, {}, with_lora=True)._engine_args()
+    s = live.settings
+    return rollout.in_process_args(s.model_folder, s.max_context, s.rollout_args, rollout.version_args(s, with_lora=True))
 
 
 def direct_vllm() -> dict[str, Callable[[], float]]:

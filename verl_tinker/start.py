@@ -22,8 +22,8 @@ from pathlib import Path
 
 from verl_tinker.checks import check_machine, unwritable
 from verl_tinker.core.errors import TinkerError
-from verl_tinker.config import ENGINES, Config, add_arguments, load_config, print_config
-from verl_tinker.models import ModelError, resolve_model
+from verl_tinker.config import Config, add_arguments, load_config, print_config
+from verl_tinker.models import ModelError
 from verl_tinker.schema import ConfigError
 
 log = logging.getLogger("verl_tinker")
@@ -36,86 +36,10 @@ _MOST_RESTARTS, _RESTART_WINDOW = 3, 1800.0
 _SIGNAL_SECONDS = 0.2
 
 
-def engine_settings(config: Config, work_folder: Path):
-    """What the engine needs of a preset. Downloads or converts the model when it is not there yet."""
-    from omegaconf import OmegaConf
-
-    from verl_tinker.core.types import BaseModelInfo
-    from verl_tinker.engine.settings import EngineSettings
-
-    folder = resolve_model(config.models[config.server.model_name], config.cache_dir)
-    for name, place in config.server.model_aliases.items():
-        if resolve_model(place, config.cache_dir) != folder:
-            raise ConfigError(f"server.model_aliases.{name}: {place} is another model than server.model_path; "
-                              "one server trains one base model")
-    limit, vocabulary, is_tied = _description(folder)
-    context = min(config.context_length, limit)
-    verl = OmegaConf.merge(config.actor_rollout_ref, {"model": {"path": str(folder)}})
-    infos = [
-        BaseModelInfo(name, context, vocabulary, is_tied, True, config.has_rollout)
-        for name in config.models
-    ]
-    return EngineSettings(
-        device=config.device,
-        verl_config=verl,
-        models=infos,
-        model_folder=folder,
-        work_folder=work_folder,
-        n_workers_per_node=config.trainer.n_gpus_per_node,
-        nnodes=config.trainer.nnodes,
-        mode=config.actor.mode,
-        lora_alpha=config.actor.lora_alpha,
-        max_lora_rank=config.actor.max_lora_rank,
-        keep_versions=config.server.keep_versions,
-        has_rollout=config.has_rollout,
-        rollout_args=_rollout_args(verl.rollout) if config.has_rollout else {},
-        replica="in_process" if config.device == "cpu" else "stock",
-        takes_turns=config.device == "cuda" and config.has_rollout and _is_offloaded(verl.actor),
-        threads=config.cpu.threads,
-        kv_cache_gb=config.cpu.kv_cache_gb,
-        ray_address=config.server.ray_address,
-    )
-
-
-def _description(folder: Path) -> tuple[int, int, bool]:
-    """A model's longest sequence in tokens, its vocabulary, and whether input and output share an embedding."""
-    from transformers import AutoConfig
-
-    try:
-        model = AutoConfig.from_pretrained(folder)
-        return model.max_position_embeddings, model.vocab_size, bool(model.tie_word_embeddings)
-    except Exception as error:  # Each architecture checks its own description, with errors of any type.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"server.model_path: transformers cannot read {folder / 'config.json'} ({reason}); give the folder "
-                         "of a causal language model that this version of transformers knows") from error
-
-
-def _rollout_args(rollout) -> dict:
-    """verl's rollout section in vLLM's words, for vLLM in one process; verl's own replica translates it itself."""
-    if rollout.data_parallel_size != 1:
-        raise ConfigError(f"actor_rollout_ref.rollout.data_parallel_size is {rollout.data_parallel_size}; it must be 1: "
-                          "every tensor_model_parallel_size GPUs are a replica of their own")
-    return {
-        "dtype": rollout.dtype,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "enforce_eager": rollout.enforce_eager,
-        "enable_prefix_caching": rollout.enable_prefix_caching,
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
-        "tensor_parallel_size": rollout.tensor_model_parallel_size,
-        "seed": rollout.get("seed", 0) or 0,
-    }
-
-
 def _snapshot_memory(config: Config) -> int:
     """Bytes. The replicas of other machines do not see this one's memory."""
     alone = config.trainer.nnodes == 1 and not config.server.ray_address
     return int(config.server.snapshot_memory_gb * 2**30) if alone else 0
-
-
-def _is_offloaded(actor) -> bool:
-    """Does the trainer leave the GPUs' memory between commands?"""
-    return bool(actor[ENGINES[actor.strategy][1]].get("param_offload"))
 
 
 class Server:
@@ -134,9 +58,11 @@ class Server:
 
         from verl_tinker.api.app import create_app
         from verl_tinker.api.limits import BoundedProtocol
+        from verl_tinker.chat import Tokenizers
         from verl_tinker.core.access import Keys
         from verl_tinker.core.service import Service
         from verl_tinker.engine.verl_engine import VerlEngine
+        from verl_tinker.wiring import engine_settings
 
         config = self.config
         with tempfile.TemporaryDirectory(prefix="verl-tinker-") as work:
@@ -155,9 +81,10 @@ class Server:
                 max_waiting_samples=config.server.max_waiting_samples,
                 keep_last_checkpoints=config.server.keep_last_checkpoints,
             )
+            folders = {info.name: part.model_folder for part in (settings, *settings.teachers) for info in part.models}
             app = create_app(
                 self.service, allow_shutdown=config.allow_shutdown, on_shutdown=self.stopping.set, keys=keys,
-                changed_flags=config.server.client_flags)
+                changed_flags=config.server.client_flags, tokenizers=Tokenizers(folders))
             http = uvicorn.Server(uvicorn.Config(
                 app, http=BoundedProtocol, log_level="warning", timeout_keep_alive=120, timeout_graceful_shutdown=5, lifespan="on"))
             # uvicorn would take the signals for itself and end before the engine is closed.
@@ -313,8 +240,16 @@ def _prepare_environment(config: Config) -> None:
         from verl_tinker.engine.cpu.environment import driver_environment
 
         os.environ.update(driver_environment())
+    if config.server.ray_address and "RAY_AUTH_MODE" not in os.environ and _has_ray_token():
+        # `ray start` asks for the token wherever there is one, and ray.init does not show it unless told to.
+        os.environ["RAY_AUTH_MODE"] = "token"
     root = str(Path(__file__).resolve().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+
+
+def _has_ray_token() -> bool:
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 if __name__ == "__main__":

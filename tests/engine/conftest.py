@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def loop(tied, tmp_path_factory):
 
     os.environ.update(rollout_environment(2, 1, str(tmp_path_factory.mktemp("vllm"))))
     from verl_tinker.engine.cpu import vllm_cpu
-    from verl_tinker.engine.sampler import LORA_TARGETS
+    from verl_tinker.engine.rollout import LORA_TARGETS
     from verl_tinker.engine.sampler_loop import SamplerLoop
 
     vllm_cpu.install()
@@ -105,3 +106,5 @@ def pytest_collection_modifyitems(items):
 
 # Before any test imports ray, which reads them once: its cluster would listen on every interface.
 os.environ.update({"TOKENIZERS_PARALLELISM": "false", **driver_environment()})
+# And one token for it and for the clusters that it joins.
+os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})

@@ -98,16 +98,32 @@ def check_server_error(future, words: str) -> None:
     assert caught.value.category == types.RequestErrorCategory.Server, caught.value
 
 
-def test_a_killed_trainer_and_a_killed_sampler(server):
+def test_a_killed_trainer(server):
     process, url = server
-    for name, kind in (("ray::TinkerWorker", "training"), ("ray::SamplerServer", "sampling")):
-        before = Before(url)
-        pending = before.work(kind)
-        victim(process, name).kill()
-        check_server_error(pending[-1], "died|not answer")
-        wait_until_ready(url)
-        assert greedy(before.snapshot) == before.tokens
-        before.check_that_clients_go_on()
+    before = Before(url)
+    pending = before.work("training")
+    victim(process, "ray::TinkerWorker").kill()
+    check_server_error(pending[-1], "died|not answer")
+    wait_until_ready(url)
+    assert greedy(before.snapshot) == before.tokens
+    before.check_that_clients_go_on()
+
+
+def test_a_killed_sampler_costs_nobody_anything(server):
+    """What waited is sampled by its successor, and training never heard of it."""
+    process, url = server
+    before = Before(url)
+    pending = before.work("sampling")
+    victim(process, "ray::SamplerServer").kill()
+    second_step = step(before.training)
+    drawn = [future.result(timeout=240).sequences[0] for future in pending]
+    assert [len(sequence.tokens) for sequence in drawn] == [1500] * 8
+    assert greedy(before.sampler) == greedy(before.snapshot) == before.tokens
+    later = before.training.save_weights_and_get_sampling_client()
+    assert greedy(later) != before.tokens
+    resumed = before.service.create_training_client_from_state_with_optimizer(before.path).result(120)
+    assert step(resumed) == before.next_step and step(resumed) == second_step
+    before.service.close("success").result(20)
 
 
 @pytest.mark.full

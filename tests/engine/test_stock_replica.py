@@ -104,5 +104,5 @@ def test_two_workers_serve_as_two_replicas_or_as_one(engines, tmp_path, shards, 
     live = engines.get(
         *STOCK, "trainer.n_gpus_per_node=2", "cpu.threads=1",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={shards}", replica="stock", takes_turns=True)
-    assert len(live.engine.sampler.replicas) == replicas
+    assert len(live.engine.sampler.replicas.ranks) == replicas
     check_interleaved(live, tmp_path)

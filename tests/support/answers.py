@@ -44,13 +44,13 @@ def check_interleaved(live, tmp_path: Path) -> None:
     models = {0: plain.load_model(base)}
     for version in (9011, 9012):
         folder = adapter(tmp_path / f"a{version}", base, version)
-        prints = live.do(sampler.load_version(version, str(folder), 8))
+        prints = live.do(sampler.replicas.ask_all("load_version", version, str(folder), 8))[0]
         if live.settings.verl_config.rollout.tensor_model_parallel_size == 1:  # Otherwise they are those of one share.
             assert prints == {k: fingerprint(t) for k, t in adapter_tensors(folder, torch.float32).items()}
         models[version] = plain.PlainRun(base, folder).model
     for version in (9014, 9015):
         folder = full(tmp_path / f"f{version}", base, 0.01 * (version - 9013))
-        live.do(sampler.load_version(version, str(folder), 0))
+        live.do(sampler.replicas.ask_all("load_version", version, str(folder), 0))
         models[version] = plain.load_model(folder)
 
     async def ask(order):

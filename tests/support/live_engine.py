@@ -10,6 +10,8 @@ from pathlib import Path
 STOCK = [
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_tinker.engine.cpu.vllm_worker.CpuWorkerExtension",
     "actor_rollout_ref.rollout.free_cache_engine=true", "server.enable_offload=true"]
+# Two samplers in processes of their own.
+TWO_SAMPLERS = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2", "cpu.threads=1"]
 
 
 class Live:
@@ -17,7 +19,8 @@ class Live:
 
     def __init__(self, overrides: list[str], scratch: Path, rollout: bool = True, **changes):
         from verl_tinker.config import load_config
-        from verl_tinker.start import _prepare_environment, engine_settings
+        from verl_tinker.start import _prepare_environment
+        from verl_tinker.wiring import engine_settings
 
         config = load_config("configs/quick_start/cpu.yaml", ["server.model_path=bundled:tiny", *overrides])
         _prepare_environment(config)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from verl_tinker import start
+from verl_tinker import start, wiring
 from verl_tinker.config import load_config
 from verl_tinker.core.access import Keys
 from verl_tinker.models import ModelError
@@ -66,7 +66,7 @@ def test_a_model_that_transformers_does_not_know(tmp_path, description):
     (tmp_path / "config.json").write_text(description)
     config = load_config("configs/quick_start/cpu.yaml", [f"server.model_path={tmp_path}"])
     with pytest.raises(ModelError, match=f"server.model_path: transformers cannot read {tmp_path}/config.json .*; give the folder"):
-        start.engine_settings(config, tmp_path)
+        wiring.engine_settings(config, tmp_path)
 
 
 def test_a_check_of_what_could_start_changes_nothing(tmp_path, monkeypatch, capsys):

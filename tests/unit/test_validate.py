@@ -15,7 +15,7 @@ from verl_tinker.core.types import (
     SamplingParams,
 )
 from verl_tinker.core.validate import check_adam, check_batch, check_same_shape, check_spec
-from verl_tinker.core.validate_sampling import MAX_TOPK, check_sample
+from verl_tinker.core.validate_sampling import check_sample
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -117,7 +117,7 @@ def test_what_vllm_would_refuse():
         with pytest.raises(UserError, match="temperature"):
             check_sample(sample(temperature=temperature), MODEL)
     request = sample()
-    limit = min(MAX_TOPK, MODEL.vocab_size)
+    limit = min(MODEL.max_topk, MODEL.vocab_size)
     check_sample(replace(request, topk_prompt_logprobs=limit), MODEL)
     with pytest.raises(UserError, match=f"topk_prompt_logprobs is {limit + 1}; give 0 to {limit}"):
         check_sample(replace(request, topk_prompt_logprobs=limit + 1), MODEL)

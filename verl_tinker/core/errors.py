@@ -60,6 +60,10 @@ class Unresponsive(EngineError):
     """A worker did not answer in time; what it was asked may still be going on."""
 
 
+class WorkerDied(EngineError):
+    """A worker's process ended; what it was asked is not done."""
+
+
 class SyncError(EngineError):
     """Sampler and trainer disagree after a weight transfer; the version is not served."""
 

@@ -159,6 +159,7 @@ class Sampling:
             if isinstance(request, TinkerError):
                 raise request
             request = check_sample(request, find_model(self._engine.base_models(), sampler.base_model))
+            request = replace(request, affinity=sampler.sampler_id)
             async with self._slots.slot(sampler.owner, sampler.sampler_id):
                 future.state = lambda: "sample is running"
                 result = await self._sample(sampler, request)

@@ -55,9 +55,17 @@ class ModelSpec:
     lora: LoraSpec | None
 
 
+# vLLM wants the largest k when it starts, and keeps that many candidates for every scored position. Targets and draws
+# share them with the top k.
+MAX_TOPK = 128
+
+
 @dataclass(frozen=True)
 class BaseModelInfo:
-    """A base model that the engine serves under a public name. `max_context` is in tokens."""
+    """A base model that the engine serves under a public name. `max_context` is in tokens.
+
+    `max_topk`: how many likeliest tokens may be asked for, and `max_topk_key` what to raise in the preset for more.
+    """
 
     name: str
     max_context: int
@@ -65,6 +73,8 @@ class BaseModelInfo:
     tied_embeddings: bool
     trainable: bool
     sampleable: bool
+    max_topk: int = MAX_TOPK
+    max_topk_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,7 @@ class SampleRequest:
     ignore it. `record`: the service keeps what was sampled, for the loss that trains on it by sequence id.
     `target_prompt`: int64 of shape [P - 1, K], ids whose log-probability is wanted; row i is scored at position i + 1.
     `prompt_alt_k`: so many tokens are drawn at every position after the first, at the temperature of `params`.
+    `affinity`: requests with the same word go to the same replica where possible, for their prompts begin alike.
     """
 
     prompt: np.ndarray
@@ -149,6 +160,7 @@ class SampleRequest:
     record: bool = False
     target_prompt: Matrix | None = None
     prompt_alt_k: int = 0
+    affinity: str = ""
 
 
 EMPTY_CELL = -99999.0

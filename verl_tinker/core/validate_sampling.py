@@ -14,9 +14,6 @@ from verl_tinker.core.types import NO_TARGET, BaseModelInfo, Matrix, SampleReque
 from verl_tinker.core.validate import check_tokens
 
 MAX_SAMPLES = 1024
-# vLLM wants the largest k when it starts, and keeps that many candidates for every scored position. Targets and draws
-# share them with the top k.
-MAX_TOPK = 128
 # Flat long before, and float32 would overflow long after.
 MAX_TEMPERATURE = 1e4
 
@@ -28,13 +25,21 @@ def check_sample(request: SampleRequest, model: BaseModelInfo) -> SampleRequest:
         raise UserError(f"num_samples is {request.num_samples}; give 1 to {MAX_SAMPLES}")
     _check_params(request.params, model)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= min(MAX_TOPK, model.vocab_size):
-            raise UserError(f"{name} is {getattr(request, name)}; give 0 to {min(MAX_TOPK, model.vocab_size)}")
+        if not 0 <= getattr(request, name) <= _most(model):
+            raise UserError(f"{name} is {getattr(request, name)}; give 0 to {_most(model)}{_remedy(model)}")
     _check_last_n(request)
     _check_alternatives(request, model)
     if request.target_prompt is not None:
         _check_targets(request, request.target_prompt, model)
     return replace(request, params=replace(request.params, max_tokens=_room(request, model)))
+
+
+def _most(model: BaseModelInfo) -> int:
+    return min(model.max_topk, model.vocab_size)
+
+
+def _remedy(model: BaseModelInfo) -> str:
+    return f", or raise {model.max_topk_key} in the preset" if model.max_topk_key else ""
 
 
 def _room(request: SampleRequest, model: BaseModelInfo) -> int:
@@ -81,11 +86,11 @@ def _check_last_n(request: SampleRequest) -> None:
 
 
 def _check_alternatives(request: SampleRequest, model: BaseModelInfo) -> None:
-    limit = min(MAX_TOPK, model.vocab_size) - request.topk_prompt_logprobs
+    limit = _most(model) - request.topk_prompt_logprobs
     if not 0 <= request.prompt_alt_k <= limit:
         raise UserError(
             f"prompt_alt_tokens_k is {request.prompt_alt_k}; give 0 to {limit}, beside a topk_prompt_logprobs of "
-            f"{request.topk_prompt_logprobs}"
+            f"{request.topk_prompt_logprobs}{_remedy(model)}"
         )
 
 
@@ -106,11 +111,11 @@ def _check_targets(request: SampleRequest, targets: Matrix, model: BaseModelInfo
             f"run from 0 to {model.vocab_size - 1}, and {NO_TARGET} asks for nothing"
         )
     asked = int((ids != NO_TARGET).sum())
-    limit = (min(MAX_TOPK, model.vocab_size) - request.topk_prompt_logprobs - request.prompt_alt_k) * rows
+    limit = (_most(model) - request.topk_prompt_logprobs - request.prompt_alt_k) * rows
     if not asked:
         raise UserError("target_prompt_logprobs asks for no id; name at least one, or leave it out")
     if asked > limit:
         raise UserError(
             f"target_prompt_logprobs asks for {asked} ids; at most {limit} go with a prompt of {rows + 1} tokens, a "
-            f"topk_prompt_logprobs of {request.topk_prompt_logprobs} and a prompt_alt_tokens_k of {request.prompt_alt_k}"
+            f"topk_prompt_logprobs of {request.topk_prompt_logprobs} and a prompt_alt_tokens_k of {request.prompt_alt_k}{_remedy(model)}"
         )

@@ -21,13 +21,14 @@ _TEMP, _PREFIX = Path("/tmp"), "vt-"
 
 
 class Cluster:
-    """A Ray of our own on this machine (loopback, own folder), or one that RAY_ADDRESS names.
+    """A Ray of our own on this machine (loopback, own folder), or one that RAY_ADDRESS names. `scratch` ends with the server.
 
     `logical_gpus` None leaves the count to Ray; a number lets placement for GPUs run where there are none.
     """
 
-    def __init__(self, address: str | None, logical_gpus: int | None = None, logical_cpus: int = 16):
+    def __init__(self, address: str | None, scratch: Path, logical_gpus: int | None = None, logical_cpus: int = 16):
         self.address = address
+        self.scratch = scratch
         self.logical_gpus = logical_gpus
         self.logical_cpus = logical_cpus
         self._folder: Path | None = None
@@ -64,8 +65,7 @@ class Cluster:
 
     def rendezvous_file(self) -> str:
         """A path that no worker group has used before."""
-        folder = self._folder or Path(tempfile.gettempdir())
-        return str(folder / f"rendezvous-{uuid.uuid4().hex}")
+        return str(self.scratch / f"rendezvous-{uuid.uuid4().hex}")
 
     def stop(self) -> None:
         with self._busy:

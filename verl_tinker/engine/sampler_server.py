@@ -67,6 +67,8 @@ class InProcessReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         actor = ray.remote(SamplerServer).options(
             num_cpus=self.settings.cpus,
+            # On as many nodes as there are, so that the loss of one leaves others.
+            scheduling_strategy="SPREAD",
             max_concurrency=self.max_concurrency,
             runtime_env={"env_vars": self.settings.environment},
         )

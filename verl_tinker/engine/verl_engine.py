@@ -25,11 +25,12 @@ from verl_tinker.core.types import (
     SampleResult,
     SamplingParams,
 )
-from verl_tinker.engine import probe
+from verl_tinker.engine import nodes, probe
 from verl_tinker.engine.cluster import Cluster
 from verl_tinker.engine.cpu.environment import rollout_environment, worker_environment
-from verl_tinker.engine.sampler import Sampler
+from verl_tinker.engine.sampler import AskOne, Sampler
 from verl_tinker.engine.settings import EngineSettings
+from verl_tinker.engine.teachers import Teachers
 from verl_tinker.engine.trainer import Trainer
 from verl_tinker.engine.turns import Side, SideBySide, Turns
 
@@ -39,35 +40,43 @@ class VerlEngine:
 
     def __init__(self, settings: EngineSettings):
         self.settings = settings
-        is_rehearsal = settings.device == "cpu" and settings.replica == "stock"
-        self.cluster = Cluster(settings.ray_address, settings.n_workers_per_node if is_rehearsal else None)
+        self.cluster = Cluster(settings.ray_address, settings.work_folder, settings.logical_gpus)
         self.trainer: Trainer | None = None
         self.sampler: Sampler | None = None
+        self.teachers = Teachers(settings)
         self.turns: SideBySide | Turns = SideBySide()
         self.runs: dict[str, ModelSpec] = {}
         self._trainer_ping: asyncio.Task | None = None
+        # What the trainer says of the probe's tokens with the base weights: float32[P - 1].
+        self._base_logprobs = np.empty(0, np.float32)
         self.comparison = probe.Comparison(exact=settings.rollout_args.get("dtype") == "float32")
 
     def base_models(self) -> list[BaseModelInfo]:
-        return self.settings.models
+        return [*self.settings.models, *(info for teacher in self.settings.teachers for info in teacher.models)]
 
     async def start(self, report: Callable[[str], None]) -> None:
         s = self.settings
         report("starting Ray")
         await asyncio.to_thread(self.cluster.start)
+        await asyncio.to_thread(nodes.wait_for, nodes.Needs.of(s), s.start_timeout_s if s.ray_address else 0, report)
+        if s.ray_address:
+            await asyncio.to_thread(nodes.check_packages)
         report("starting the trainer" + (" and the sampler" if s.has_rollout else ""))
         on_cpu = s.device == "cpu"
         self.trainer = Trainer(s, worker_environment(s.threads, self.cluster.rendezvous_file()) if on_cpu else {})
         if s.has_rollout:
             environment = rollout_environment(s.threads, s.kv_cache_gb, str(s.work_folder)) if on_cpu else {}
-            self.sampler = Sampler(s, environment, with_lora=s.mode != "full")
+            self.sampler = Sampler(s, environment, s.mode != "full", self._verify)
         await self._start_workers()
         report("comparing trainer and sampler")
         async with self.turns.turn("training"):
-            logprobs = await self.trainer.logprobs(None, self._probe_tokens())
+            self._base_logprobs = await self.trainer.logprobs(None, self._probe_tokens())
         if self.sampler is not None:
             async with self.turns.turn("sampling"):
-                await self._compare(0, "", logprobs)
+                await self.sampler.verify_base()
+        if s.teachers:
+            report("starting the teachers")
+            await self.teachers.start()
 
     async def _start_workers(self) -> None:
         if self.sampler is None:
@@ -93,6 +102,7 @@ class VerlEngine:
             await self.sampler.close()
         if self.trainer is not None:
             await asyncio.to_thread(self.trainer.close)
+        await self.teachers.close()
         self.sampler = self.trainer = self._trainer_ping = None
         self.runs, self.turns = {}, SideBySide()
         await asyncio.to_thread(self.cluster.stop)
@@ -105,7 +115,8 @@ class VerlEngine:
         if self._trainer_ping is None:
             self._trainer_ping = asyncio.create_task(self.trainer.call("ping"))
         if self.sampler is not None:
-            await self.sampler.ping()
+            await self.sampler.check()
+        await self.teachers.check()
         if self._trainer_ping.done():
             answered, self._trainer_ping = self._trainer_ping, None
             answered.result()
@@ -200,22 +211,18 @@ class VerlEngine:
         if self.sampler is None:
             raise UserError("this preset has no sampler; start the server with configs/quick_start/actor_rollout.yaml")
         self._info(base_model)
-        saved = probe.read(folder)
-        if saved is None:
+        if probe.read(folder) is None:
             raise EngineError(f"{folder.name} has no {probe.FILE}; export it from a training run")
         async with self.turns.turn("sampling"):
             await self.sampler.load_version(version, str(folder), _adapter_rank(folder))
-            try:
-                await self._compare(version, *saved)
-            except BaseException:
-                await self.sampler.unload_version(version)
-                raise
 
     async def retire_version(self, version: int) -> None:
         async with self.turns.turn("sampling"):
             await self.sampler.unload_version(version)
 
     async def sample(self, base_model: str, version: int, request: SampleRequest) -> SampleResult:
+        if self.teachers.knows(base_model):
+            return await self.teachers.generate(base_model, request)
         if self.sampler is None:
             raise UserError("this preset has no sampler; start the server with configs/quick_start/actor_rollout.yaml")
         async with self.turns.turn("sampling"):
@@ -224,9 +231,11 @@ class VerlEngine:
     def _probe_tokens(self) -> np.ndarray:
         return probe.probe_tokens(min(m.vocab_size for m in self.settings.models))
 
-    async def _compare(self, version: int, run_id: str, trainer: np.ndarray) -> None:
+    async def _verify(self, version: int, folder: str | None, ask: AskOne) -> None:
+        """Compare one replica of the sampler with what the trainer said of the same weights."""
+        run_id, trainer = ("", self._base_logprobs) if folder is None else probe.read(Path(folder))
         request = SampleRequest(self._probe_tokens(), 1, SamplingParams(max_tokens=1), prompt_logprobs=True)
-        result = await self.sampler.generate(request, version)
+        result = await ask(request, version)
         self.comparison.check(version, run_id, trainer, result.prompt_logprobs[1:])
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from verl_tinker.core.errors import EngineError, SyncError, TinkerError, UserError
+from verl_tinker.core.errors import EngineError, SyncError, TinkerError, UserError, WorkerDied
 from verl_tinker.core.types import SampleRequest, SampleResult
 from verl_tinker.engine.admission import Admission, Item, Version, adapter_label
 from verl_tinker.engine.fingerprints import Fingerprints, check_adapter, check_received
@@ -49,7 +51,10 @@ class VersionServer(vLLMHttpServer):
 
     async def ping(self) -> int:
         """The process id; raises when vLLM's own watch has seen one of its processes die."""
-        await self.engine.check_health()
+        try:
+            await self.engine.check_health()
+        except EngineDeadError as error:
+            raise WorkerDied(f"vLLM's processes died: {error}") from error
         return os.getpid()
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
@@ -131,6 +136,8 @@ class VersionServer(vLLMHttpServer):
             item.future.set_result(await self._answer(item))
         except TinkerError as error:
             item.future.set_exception(error)
+        except EngineDeadError as error:
+            item.future.set_exception(WorkerDied(f"vLLM's processes died: {error}"))
         except BaseException as error:
             item.future.set_exception(EngineError(f"the sampler failed: {error!r}"))
         finally:
@@ -186,3 +193,8 @@ class VersionReplica(vLLMReplica):
                 await answer_of("the sampler", "shutdown", server.shutdown.remote(), _SHUTDOWN_SECONDS)
             ray.kill(server)
         self.servers = []
+        if self.rollout_mode == RolloutMode.STANDALONE:
+            for worker in self.workers:
+                ray.kill(worker)
+            for group in self.resource_pool.pgs or [] if self.resource_pool else []:
+                ray.util.remove_placement_group(group)

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from verl_tinker.core.errors import EngineError, TinkerError, Unresponsive
+from verl_tinker.core.errors import EngineError, TinkerError, Unresponsive, WorkerDied
 
 
 async def answer_of(who: str, method: str, waiting: Awaitable, limit_s: float) -> Any:
@@ -24,7 +24,7 @@ async def answer_of(who: str, method: str, waiting: Awaitable, limit_s: float) -
         # What Ray raises may be our type too, but its text is a traceback.
         raise _cause(error, who, method) from error
     except ray.exceptions.RayActorError as error:
-        raise EngineError(f"{who}'s process died ({death_reason(error)})") from error
+        raise WorkerDied(f"{who}'s process died ({death_reason(error)})") from error
 
 
 async def _awaited(waiting: Awaitable) -> Any:
