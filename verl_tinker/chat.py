@@ -78,7 +78,7 @@ class Chat:
             raise UserError(f"tools: the chat template of {self.model} has no place for tools; leave them out")
         found = tool_format(template)
         if found is None:
-            raise UserError(f"tools: the form in which the chat template of {self.model} has tools called is not known here; "
+            raise UserError(f"tools: the form in which the chat template of {self.model} has tools called is not known; "
                             "leave tools out and describe them in a message")
         return found
 

@@ -56,8 +56,8 @@ def test_settings_reach_the_engine(server, client):
 
 def test_nulls_are_defaults(server, client):
     client.chat.completions.create(
-        model=BASE, messages=HELLO, temperature=None, top_p=None, n=None, stop=None, seed=None, max_tokens=None, logprobs=None,
-        presence_penalty=None, tools=None)
+        model=BASE, messages=HELLO, temperature=None, top_p=None, n=None, stop=None, seed=None, max_tokens=None,
+        logprobs=None, presence_penalty=None, tools=None)
     request = server.engine.requests[0]
     assert (request.params.temperature, request.num_samples, request.params.stop) == (1.0, 1, None)
     assert request.params.max_tokens == 4096 - len(request.prompt)

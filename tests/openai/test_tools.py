@@ -62,7 +62,7 @@ def test_tools_are_not_offered_with_choice_none(server, client):
 
 @pytest.mark.parametrize("template, words", [
     ("{% for m in messages %}{{ m.content }}{% endfor %}", "no place for tools"),
-    ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "not known here"),
+    ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "is not known"),
 ])
 def test_a_template_without_tools_refuses_them(start, connect, tmp_path, template, words):
     import openai
@@ -74,7 +74,8 @@ def test_a_template_without_tools_refuses_them(start, connect, tmp_path, templat
 
 
 FORMS = {
-    "hermes": ("<tool_call>\n{", 'Well. <tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>'),
+    "hermes": ("<tool_call>\n{",
+               'Well. <tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>'),
     "qwen3_coder": ("<tool_call>\n<function=name>", "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n"
                     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"),
     "llama3_json": ("<|python_tag|>", '{"name": "weather", "parameters": {"city": "Ulm", "days": 2}}'),
@@ -84,8 +85,8 @@ FORMS = {
                 '<|tool_call_argument_begin|>{"city": "Ulm", "days": 2}<|tool_call_end|><|tool_calls_section_end|>'),
 }
 MARKS = ["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
-         "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=", "</function>",
-         "<parameter=", "</parameter>", "<|python_tag|>"]
+         "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=",
+         "</function>", "<parameter=", "</parameter>", "<|python_tag|>"]
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -33,13 +33,14 @@ class TestServer:
     __test__ = False
 
     def __init__(self, checkpoint_dir, *, ready=True, allow_shutdown=True, poll_seconds=25.0, changed_flags={},
-                 keys=None, tokenizers=None, engine=None, wrap=lambda app: app, **options):
+                 keys=None, tokenizers=None, engine=None, tracer_provider=None, wrap=lambda app: app, **options):
         self.engine = engine or FakeEngine()
         if not ready:
             self.engine.hold.add("start")
         self._checkpoint_dir, self._options, self._wrap = checkpoint_dir, options, wrap
         self._app_options = {"allow_shutdown": allow_shutdown, "poll_seconds": poll_seconds,
-                             "changed_flags": changed_flags, "keys": keys, "tokenizers": tokenizers}
+                             "changed_flags": changed_flags, "keys": keys, "tokenizers": tokenizers,
+                             "tracer_provider": tracer_provider}
         # The protocol must be named: asyncio turns Nagle's algorithm off only for a socket that says TCP.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind(("127.0.0.1", 0))

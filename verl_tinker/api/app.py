@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from opentelemetry.sdk.trace import TracerProvider
 
 from verl_tinker.api import (
     describe,
     errors,
     flags,
+    metrics,
     openai,
     routes_catalog,
     routes_external,
@@ -23,8 +25,10 @@ from verl_tinker.api import (
     routes_server,
     routes_sessions,
     routes_training,
+    tracing,
 )
 from verl_tinker.api.codec import WireCodec
+from verl_tinker.api.requests import Watched
 from verl_tinker.chat import Tokenizers
 from verl_tinker.core.access import Keys
 from verl_tinker.core.service import Service
@@ -39,16 +43,23 @@ def create_app(
     changed_flags: Mapping[str, Any] = {},
     keys: Keys | None = None,
     tokenizers: Tokenizers | None = None,
+    tracer_provider: TracerProvider | None = None,
 ) -> FastAPI:
     """The app can serve before the engine is ready: it answers health checks, and 503 to the rest.
 
     The app's own shutdown closes the service. Long polls hold connections open until their futures end, so
     whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
     Without `keys` everybody may call and sees everything. `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
-    Without `tokenizers` OpenAI's routes refuse text.
+    Without `tokenizers` OpenAI's routes refuse text. Without `tracer_provider` OpenTelemetry's variables decide whether it
+    traces.
     """
     app = FastAPI(title="verl-tinker", lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.state.metrics = metrics.Metrics(service)
+    service.watchers.add(app.state.metrics)
+    app.state.tracer_provider = tracer_provider or tracing.provider_from_environment()
+    if app.state.tracer_provider is not None:
+        service.watchers.add(tracing.Traces(app.state.tracer_provider))
     service.futures.codec = WireCodec()
     app.state.keys = keys
     app.state.tokenizers = tokenizers
@@ -72,7 +83,10 @@ def create_app(
         app.include_router(router, prefix="/api/v1")
     for prefix in openai.PREFIXES:
         app.include_router(openai.router, prefix=prefix)
+    app.include_router(metrics.router)
     errors.install(app)
+    # Added last, so that it goes around all else.
+    app.add_middleware(Watched, watchers=service.watchers)
     describe.install(app)
     return app
 
@@ -81,3 +95,6 @@ def create_app(
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     await app.state.service.close()
+    if app.state.tracer_provider is not None:
+        # What has not been sent yet goes out now.
+        await asyncio.to_thread(app.state.tracer_provider.shutdown)

@@ -172,8 +172,8 @@ def _check_room(prompt: list[int], wanted: int | None, base: BaseModelInfo) -> N
         raise Refused(400, "the prompt has no tokens; give at least one", "prompt")
     if len(prompt) + max(1, wanted or 1) > base.max_context:
         asked = f"{len(prompt)} tokens in the prompt" + (f", {wanted} for the completion" if wanted else "")
-        raise Refused(400, f"This model's maximum context length is {base.max_context} tokens. However, you requested {asked}. "
-                      "Shorten the prompt or lower max_tokens.", "messages", "context_length_exceeded")
+        raise Refused(400, f"This model's maximum context length is {base.max_context} tokens. However, you requested "
+                      f"{asked}. Shorten the prompt or lower max_tokens.", "messages", "context_length_exceeded")
 
 
 def _usage(prompts: list[list[int]], results: list[SampleResult], counts: bool = True) -> dict:
@@ -186,7 +186,8 @@ def _usage(prompts: list[list[int]], results: list[SampleResult], counts: bool =
 
 async def _deliver(
     request: Request, service: Service, body: Completing, futures: list[Future],
-    finish: Callable[[list[SampleResult]], Answer], whole: Callable[[Answer], dict], events: Callable[[Answer], Iterator[str]],
+    finish: Callable[[list[SampleResult]], Answer], whole: Callable[[Answer], dict],
+    events: Callable[[Answer], Iterator[str]],
 ) -> Response:
     """The answer as soon as it is there, or from `QUIET_SECONDS` on a stream that waits for it."""
     if not body.stream:

@@ -21,8 +21,8 @@ from verl_tinker.core.errors import TinkerError
 
 # What the core says of a field begins with its name, in the words of the Tinker API.
 _FIELD = re.compile(r"(?:sampling_params\.)?([a-z_]+(?:\.\w+)*)(?:\[|:| is | holds | mixes )")
-_NAMES = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "logprobs", "base_model": "model",
-          "model_path": "model", "path": "model", "body": None}
+_NAMES = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "logprobs",
+          "base_model": "model", "model_path": "model", "path": "model", "body": None}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 

@@ -50,7 +50,8 @@ class Scored:
     def __add__(self, after: Scored) -> Scored:
         topk = None
         if self.topk is not None and after.topk is not None:
-            topk = TopK(np.concatenate([self.topk.ids, after.topk.ids]), np.concatenate([self.topk.logprobs, after.topk.logprobs]))
+            both = (self.topk, after.topk)
+            topk = TopK(np.concatenate([t.ids for t in both]), np.concatenate([t.logprobs for t in both]))
         return Scored(self.tokens + after.tokens, self.logprobs + after.logprobs, self.pieces + after.pieces, topk)
 
 

@@ -198,8 +198,8 @@ class Completion(Completing):
 
 # Arguments of transformers' own method, which are no business of a client.
 _NOT_OPTIONS = frozenset({
-    "conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"})
+    "conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation", "max_length",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"})
 
 
 def _called(call: dict[str, Any], where: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl_tinker.core.errors import NotFound, TinkerError
+from verl_tinker.core.watch import Watchers
 
 _IN_THREAD = 256 << 10
 _ON_DISK = 1 << 20
@@ -41,7 +42,7 @@ class Future:
     """One accepted operation. Settled once; the first result or error stands. Readable any number of times.
 
     `sequences`: how many sampled sequences the result will hold; each has an id from the start. `state` tells in words
-    what a pending one waits for.
+    what a pending one waits for. `accepted_at`, `began_at` and `settled_at` are of `time.monotonic`.
     """
 
     def __init__(
@@ -59,6 +60,8 @@ class Future:
         self.owner = owner
         self.sequence_ids = [f"{self.request_id}-{i}" for i in range(sequences)]
         self.error: TinkerError | None = None
+        self.accepted_at = time.monotonic()
+        self.began_at: float | None = None
         self.settled_at: float | None = None
         self.state: Callable[[], str] = lambda: ""
         self.size = 0
@@ -144,6 +147,7 @@ class FutureStore:
     def __init__(self, limits: Limits = Limits(), folder: Path | None = None):
         self._limits = limits
         self.codec: Codec | None = None
+        self.watchers = Watchers()
         self._folder = folder
         self._pending: dict[str, Future] = {}
         self._unread: OrderedDict[str, Future] = OrderedDict()
@@ -154,7 +158,14 @@ class FutureStore:
         self.prune()
         future = Future(f"{kind}-{secrets.token_hex(12)}", kind, model_id, owner, sequences, self._move)
         self._pending[future.request_id] = future
+        self.watchers.accepted(future)
         return future
+
+    def begin(self, futures: list[Future]) -> None:
+        """What waited runs from now on, in the task that calls this."""
+        for future in futures:
+            future.began_at = time.monotonic()
+            self.watchers.began(future)
 
     def restore(self, request_id: str, kind: str, model_id: str, owner: str) -> Future:
         """A pending future under the id that an earlier server gave it; whoever restores it settles it."""
@@ -226,12 +237,25 @@ class FutureStore:
     def pending(self) -> int:
         return len(self._pending)
 
+    def all_pending(self) -> list[Future]:
+        """The oldest first."""
+        return list(self._pending.values())
+
+    def counts(self) -> dict[str, int]:
+        """How many there are in each state."""
+        return {"pending": len(self._pending), "unread": len(self._unread), "read": len(self._read)}
+
+    def bytes_kept(self) -> dict[str, int]:
+        """The size of the results in each place."""
+        return {"memory": self._memory, "disk": self._disk}
+
     def _move(self, future: Future) -> None:
         self._unread[future.request_id] = self._pending.pop(future.request_id)
         if future.is_on_disk:
             self._disk += future.size
         else:
             self._memory += future.size
+        self.watchers.settled(future)
         self.prune()
 
     def prune(self) -> None:

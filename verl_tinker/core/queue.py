@@ -212,6 +212,7 @@ class CommandQueue:
         if not unit:
             return
         line.running = unit[0].future.kind
+        self._futures.begin([command.future for command in unit])
         try:
             outcomes = await self._outcomes(unit)
         except asyncio.CancelledError:

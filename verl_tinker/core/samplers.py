@@ -104,6 +104,13 @@ class SamplerTable:
         self._samplers[sampler_id] = sampler
         return sampler
 
+    def standing_for(self, version: Version) -> list[Sampler]:
+        """The samplers that were used here and stand for a loaded version now."""
+        uid = version.checkpoint_id
+        return [s for s in self._samplers.values()
+                if s.snapshot is version or (uid is not None and s.checkpoint_uid == uid)
+                or (s.inflight_run is not None and self._inflight.get(s.inflight_run) is version)]
+
     def of_session(self, session_id: str) -> list[str]:
         """The ids of a session's samplers, the oldest first."""
         return self._journal.samplers_of_session(session_id)

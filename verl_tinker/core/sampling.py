@@ -162,6 +162,7 @@ class Sampling:
             request = replace(request, affinity=sampler.sampler_id)
             async with self._slots.slot(sampler.owner, sampler.sampler_id):
                 future.state = lambda: "sample is running"
+                self._futures.begin([future])
                 result = await self._sample(sampler, request)
             if request.record:
                 self._records.add(sampler.session_id, future.sequence_ids, result)

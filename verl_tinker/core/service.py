@@ -16,7 +16,9 @@ from verl_tinker.core.copying import Copying
 from verl_tinker.core.downloads import Downloads
 from verl_tinker.core.errors import EngineError, without_paths
 from verl_tinker.core.futures import FutureStore, Limits
+from verl_tinker.core.history import History
 from verl_tinker.core.journal import Journal
+from verl_tinker.core.overview import Overview
 from verl_tinker.core.parking import Parking
 from verl_tinker.core.queue import CommandQueue
 from verl_tinker.core.samplers import SamplerTable
@@ -32,6 +34,7 @@ from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
 from verl_tinker.core.types import BaseModelInfo
 from verl_tinker.core.versions import VersionTable
+from verl_tinker.core.watch import WatchedEngine
 from verl_tinker.engine.base import Engine
 
 STATE_FOLDER = ".state"
@@ -68,19 +71,20 @@ class Service:
         limits: Limits | None = None,
     ):
         """`max_loaded_versions` is for each live run, and once more for the checkpoints of all other runs."""
-        self.engine = engine
         self.health = Health("starting", phase="created")
         self.journal = Journal(checkpoint_dir / STATE_FOLDER)
         # Results that nobody has read yet must not be dropped for the next ones of the same burst.
         limits = limits or Limits(count=max(Limits.count, 2 * max_waiting_samples))
         scratch = self.journal.results_folder()
         self.futures = FutureStore(limits, scratch)
+        self.watchers = self.futures.watchers
+        self.engine = engine = WatchedEngine(engine, self.watchers)
         records = RecordRing(scratch)
         self.sessions = SessionTable(session_timeout_s, self.journal)
         self.runs = RunTable(self.sessions, max_runs, self.journal, self._resume_path)
         self._checkpoints = CheckpointStore(checkpoint_dir, keep_last=keep_last_checkpoints)
         self._queue = CommandQueue(self.futures, self.journal)
-        self._versions = versions = VersionTable(engine, max_loaded_versions)
+        self.versions = self._versions = versions = VersionTable(engine, max_loaded_versions)
         self.samplers = SamplerTable(
             versions, self._checkpoints, lambda run_id: self.runs.find(run_id) is not None, self.journal
         )
@@ -98,6 +102,9 @@ class Service:
         self.session_catalog = SessionCatalog(self.sessions, self.samplers, self._checkpoints)
         self.downloads = Downloads(self._checkpoints, Signer(self._checkpoints.root))
         self.copying = Copying(self._checkpoints)
+        self.history = History()
+        self.watchers.add(self.history)
+        self.overview = Overview(self)
 
     def _resume_path(self, run_id: str) -> str | None:
         saved = (c.path for c in self._checkpoints.list(run_id) if c.path.kind == "weights")

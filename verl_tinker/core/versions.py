@@ -65,6 +65,10 @@ class VersionTable:
             self._loaded[version.number] = version
             return version
 
+    def all(self) -> list[Version]:
+        """What can be sampled now beside the base model, the oldest first."""
+        return list(self._loaded.values())
+
     def find(self, checkpoint_id: str) -> Version | None:
         return next((v for v in self._loaded.values() if v.checkpoint_id == checkpoint_id), None)
 

@@ -1,0 +1,114 @@
+"""What the core tells those who watch it: metrics, traces, and the history that a dashboard shows.
+
+Owns the moments that can be watched, and the engine's calls as such. Keeps nothing: watchers do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from verl_tinker.engine.base import Engine
+
+if TYPE_CHECKING:
+    from verl_tinker.core.futures import Future
+
+log = logging.getLogger(__name__)
+
+
+class Watcher:
+    """Does nothing; a watcher overrides what it wants to know. It is called on the event loop and must be quick."""
+
+    def accepted(self, future: Future) -> None:
+        """An operation waits from now on. Its request's context variables are those of this call."""
+
+    def began(self, future: Future) -> None:
+        """It runs from now on, in the task that calls this."""
+
+    def settled(self, future: Future) -> None:
+        """It has its result or its error; it may never have begun."""
+
+    @contextmanager
+    def engine_call(self, name: str) -> Iterator[None]:
+        """Around a call of the engine; an error of it goes through."""
+        yield
+
+    def engine_returned(self, name: str, arguments: tuple, result: Any) -> None:
+        """What a successful call of the engine was given and gave."""
+
+    @contextmanager
+    def http_request(self, scope: dict) -> Iterator[None]:
+        """Around an HTTP request; `scope` is ASGI's, with the status of the answer in `scope["answered"]` at the end."""
+        yield
+
+
+class Watchers(Watcher):
+    """All watchers of a server; one that fails is logged and harms nobody."""
+
+    def __init__(self):
+        self._all: list[Watcher] = []
+
+    def add(self, watcher: Watcher) -> None:
+        self._all.append(watcher)
+
+    def accepted(self, future: Future) -> None:
+        self._tell(lambda watcher: watcher.accepted(future))
+
+    def began(self, future: Future) -> None:
+        self._tell(lambda watcher: watcher.began(future))
+
+    def settled(self, future: Future) -> None:
+        self._tell(lambda watcher: watcher.settled(future))
+
+    def engine_returned(self, name: str, arguments: tuple, result: Any) -> None:
+        self._tell(lambda watcher: watcher.engine_returned(name, arguments, result))
+
+    @contextmanager
+    def engine_call(self, name: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for watcher in self._all:
+                stack.enter_context(watcher.engine_call(name))
+            yield
+
+    @contextmanager
+    def http_request(self, scope: dict) -> Iterator[None]:
+        with ExitStack() as stack:
+            for watcher in self._all:
+                stack.enter_context(watcher.http_request(scope))
+            yield
+
+    def _tell(self, what: Callable[[Watcher], None]) -> None:
+        for watcher in self._all:
+            try:
+                what(watcher)
+            except Exception:
+                log.exception("%s failed", type(watcher).__name__)
+
+
+def _watched(name: str) -> Callable[..., Awaitable[Any]]:
+    async def call(self: WatchedEngine, *arguments: Any) -> Any:
+        with self._watchers.engine_call(name):
+            result = await getattr(self._engine, name)(*arguments)
+        self._watchers.engine_returned(name, arguments, result)
+        return result
+
+    call.__name__ = name
+    return call
+
+
+class WatchedEngine:
+    """An engine whose working calls are watched; all else goes to the engine as it is."""
+
+    def __init__(self, engine: Engine, watchers: Watchers):
+        self._engine, self._watchers = engine, watchers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+CALLS = ("create_model", "drop_model", "forward_backward", "optim_step", "save_state", "load_state", "park", "unpark",
+         "export_weights", "export_sampler", "load_version", "retire_version", "sample")
+for _name in CALLS:
+    setattr(WatchedEngine, _name, _watched(_name))
