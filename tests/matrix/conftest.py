@@ -13,7 +13,7 @@ from server import TestServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import CHUNK  # noqa: E402
-from environments import drive  # noqa: E402
+from sdk_environments import drive  # noqa: E402
 
 
 class Servers:

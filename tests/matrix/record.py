@@ -15,7 +15,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS / "matrix"), str(TESTS / "support"), str(TESTS.parent)]
 
 from driver import CHUNK  # noqa: E402
-from environments import VERSIONS, drive  # noqa: E402
+from sdk_environments import VERSIONS, drive  # noqa: E402
 from recording import Recorder, fixture  # noqa: E402
 from server import TestServer  # noqa: E402
 

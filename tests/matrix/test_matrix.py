@@ -4,7 +4,7 @@ The oldest and the newest version run with the flags as they are; the rest is ma
 """
 
 import pytest
-from environments import VERSIONS
+from sdk_environments import VERSIONS
 
 from verl_tinker.api.flags import CLIENT_CONFIG, DYNAMIC_CONFIG
 
