@@ -48,6 +48,9 @@ class ServerConfig:
     enable_offload: bool | None = None
     # Flags that clients read from client/config, where they are to differ from verl_tinker.api.flags.
     client_flags: dict[str, Any] = field(default_factory=dict)
+    # One line for each operation, as text or as a JSON object; samples that succeed are written at debug.
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     auto_merge_verl_default_config: bool = True
 
     def __post_init__(self) -> None:

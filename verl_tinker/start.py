@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from verl_tinker import logs
 from verl_tinker.checks import check_machine, unwritable
 from verl_tinker.core.errors import TinkerError
 from verl_tinker.config import Config, add_arguments, load_config, print_config
@@ -197,6 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.check:
             print_config(config)
             return
+        logs.set_up(config.server.log_format, config.server.log_level)
         check_machine(config)
         _check_writable(config.checkpoint_dir)
         listener = _listen(config.server.host, config.server.port)

@@ -75,6 +75,9 @@ class FakeEngine:
         self.models.clear()
         self.versions = {0: 0.0}
 
+    def worker_logs(self):
+        return "the tests' engine has no workers"
+
     def base_models(self):
         return [
             BaseModelInfo(BASE, CONTEXT, VOCAB, tied_embeddings=True, trainable=True, sampleable=True),

@@ -25,6 +25,7 @@ from verl_tinker.core.samplers import SamplerTable
 from verl_tinker.core.sampling import Sampling
 from verl_tinker.core.saving import Saving
 from verl_tinker.core.records import RecordRing
+from verl_tinker.core.request_log import RequestLog
 from verl_tinker.core.runs import RunTable
 from verl_tinker.core.session_catalog import SessionCatalog
 from verl_tinker.core.sessions import SessionTable
@@ -72,6 +73,7 @@ class Service:
     ):
         """`max_loaded_versions` is for each live run, and once more for the checkpoints of all other runs."""
         self.health = Health("starting", phase="created")
+        self.is_closed = False
         self.journal = Journal(checkpoint_dir / STATE_FOLDER)
         # Results that nobody has read yet must not be dropped for the next ones of the same burst.
         limits = limits or Limits(count=max(Limits.count, 2 * max_waiting_samples))
@@ -104,11 +106,16 @@ class Service:
         self.copying = Copying(self._checkpoints)
         self.history = History()
         self.watchers.add(self.history)
+        self.watchers.add(RequestLog(self._weights_version, self.engine.worker_logs))
         self.overview = Overview(self)
 
     def _resume_path(self, run_id: str) -> str | None:
         saved = (c.path for c in self._checkpoints.list(run_id) if c.path.kind == "weights")
         return next((str(path) for path in saved), None)
+
+    def _weights_version(self, run_id: str) -> int | None:
+        run = self.runs.find(run_id)
+        return run.version if run else None
 
     def base_models(self) -> list[BaseModelInfo]:
         return self.engine.base_models()
@@ -193,6 +200,7 @@ class Service:
 
     async def close(self) -> None:
         """End pending futures, so that long polls return, then stop what runs. Safe to call twice."""
+        self.is_closed = True
         if self.health.status != "failed":
             self.health = Health("failed", reason="the server is stopping")
         self.futures.fail_pending(EngineError("the server is stopping; this operation did not end"))

@@ -79,5 +79,8 @@ class Engine(Protocol):
 
     async def sample(self, base_model: str, version: int, request: SampleRequest) -> SampleResult: ...
 
+    def worker_logs(self) -> str:
+        """Where the logs of its processes lie, for whoever runs the server."""
+
     async def check(self) -> None:
         """Raise EngineError naming the process that does not answer."""

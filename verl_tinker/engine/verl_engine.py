@@ -107,6 +107,9 @@ class VerlEngine:
         self.runs, self.turns = {}, SideBySide()
         await asyncio.to_thread(self.cluster.stop)
 
+    def worker_logs(self) -> str:
+        return self.cluster.logs()
+
     async def check(self) -> None:
         """Raise when a worker is dead or stuck. A trainer answers between commands only, so its answer may be to an
         earlier call."""
