@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from opentelemetry.sdk.trace import TracerProvider
 
 from verl_tinker.api import (
+    dashboard,
     describe,
     errors,
     flags,
@@ -73,6 +74,7 @@ def create_app(
         routes_server.open_router,
         routes_futures.open_router,
         routes_external.open_router,
+        dashboard.router,
         routes_server.router,
         routes_sessions.router,
         routes_training.router,

@@ -13,6 +13,11 @@ import psutil
 _UNTITLED = "other"
 
 
+def own_memory() -> int:
+    """Resident bytes of this process."""
+    return psutil.Process().memory_info().rss
+
+
 def worker_memory() -> dict[str, int]:
     """Resident bytes of the processes below this one, by title; Ray gives its workers the names of their classes."""
     found: dict[str, int] = {}

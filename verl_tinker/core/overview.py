@@ -78,8 +78,9 @@ class Overview:
         points = self._service.history.points(run.run_id)
         pending = [f for f in self._service.futures.all_pending() if f.model_id == run.run_id]
         return {
-            "run_id": run.run_id, "base_model": run.spec.base_model, "lora_rank": run.spec.lora.rank if run.spec.lora else None,
-            "owner": run.session.owner, "name": run.session.facts.display_name, "created": run.created,
+            "run_id": run.run_id, "base_model": run.spec.base_model,
+            "lora_rank": run.spec.lora.rank if run.spec.lora else None, "owner": run.session.owner,
+            "name": run.session.facts.display_name, "created": run.created,
             "last_request": run.last_request, "place": "disk" if run.parked else "memory", "weights_version": run.version,
             "notes": run.notes, "user_metadata": run.user_metadata,
             "steps": points[-1].step if points else 0, "last": points[-1].values if points else {},
