@@ -43,6 +43,7 @@ def engine_settings(config: Config, work_folder: Path) -> EngineSettings:
         rollout_replicas=apart,
         takes_turns=not on_cpu and config.has_rollout and not apart and _is_offloaded(verl.actor),
         teachers=tuple(_teacher(config, teacher) for teacher in config.teachers),
+        profiled_requests=tuple(config.global_profiler.get("steps") or ()),
         threads=config.cpu.threads,
         kv_cache_gb=config.cpu.kv_cache_gb,
         ray_address=config.server.ray_address,

@@ -17,12 +17,13 @@ TWO_SAMPLERS = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout
 class Live:
     """An engine and the event loop that it lives on. `changes` are laid over the settings that the preset gives."""
 
-    def __init__(self, overrides: list[str], scratch: Path, rollout: bool = True, **changes):
+    def __init__(self, overrides: list[str], scratch: Path, rollout: bool = True, preset: str = "configs/quick_start/cpu.yaml",
+                 **changes):
         from verl_tinker.config import load_config
         from verl_tinker.start import _prepare_environment
         from verl_tinker.wiring import engine_settings
 
-        config = load_config("configs/quick_start/cpu.yaml", ["server.model_path=bundled:tiny", *overrides])
+        config = load_config(preset, ["server.model_path=bundled:tiny", *overrides])
         _prepare_environment(config)
         from verl_tinker.engine.verl_engine import VerlEngine
 

@@ -1,58 +1,40 @@
-"""Ray nodes by Ray's own command line, several on one machine, on loopback.
+"""A Ray cluster of several nodes on this machine, on loopback, by Ray's own utility for such tests.
 
-Owns their processes and folders. Does not connect to them.
+Owns the nodes and their folder. Does not connect to them.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import psutil
-from real_server import free_port
-
-from verl_tinker.engine.cpu.environment import driver_environment
-
-ROOT = Path(__file__).resolve().parents[2]
+from ray.cluster_utils import Cluster
 
 
-class Node:
-    """One node; without `address` it is the head."""
+class Nodes:
+    """`ray start --address` refuses a node on loopback; this does not."""
 
-    def __init__(self, cpus: int, address: str | None = None):
+    def __init__(self, cpus: int):
         # Ray puts sockets below it, whose path may not exceed 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="vtn-", dir="/tmp"))
-        self.port = free_port()
-        self.address = address or f"127.0.0.1:{self.port}"
-        place = [f"--address={address}"] if address else ["--head", f"--port={self.port}", "--include-dashboard=false"]
-        self.process = subprocess.Popen(
-            [str(Path(sys.executable).parent / "ray"), "start", "--block", *place, "--node-ip-address=127.0.0.1",
-             f"--temp-dir={self.folder}", f"--num-cpus={cpus}", "--num-gpus=0", f"--object-store-memory={200 * 2**20}",
-             "--disable-usage-stats"],
-            env={**os.environ, **driver_environment(), "PYTHONPATH": str(ROOT)}, stdout=open(self.folder / "out", "w"),
-            stderr=subprocess.STDOUT)
+        (self.folder / "ray").mkdir()
+        self.settings = {"node_ip_address": "127.0.0.1", "num_gpus": 0, "object_store_memory": 200 * 2**20,
+                         "include_dashboard": False, "temp_dir": str(self.folder / "ray")}
+        # Where the utility notes the cluster's address for whoever looks for one; nobody else is to find it.
+        os.environ["RAY_TMPDIR"] = str(self.folder)
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, **self.settings})
+        self.address = self.cluster.address
 
-    def kill(self) -> None:
+    def add(self, cpus: int):
+        return self.cluster.add_node(num_cpus=cpus, **self.settings)
+
+    def kill(self, node) -> None:
         """As if the machine had lost its power."""
-        family = [*psutil.Process(self.process.pid).children(recursive=True), self.process]
-        for member in family:
-            member.kill()
-        psutil.wait_procs(family[:-1], timeout=30)
-        self.process.wait(timeout=30)
-        self.remove()
+        self.cluster.remove_node(node, allow_graceful=False)
 
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.terminate()
-            self.process.wait(timeout=60)
-            _, alive = psutil.wait_procs(family, timeout=30)
-            assert not alive, [p.cmdline()[:3] for p in alive]
-        self.remove()
-
-    def remove(self) -> None:
+    def close(self) -> None:
+        self.cluster.shutdown()
+        os.environ.pop("RAY_TMPDIR", None)
         shutil.rmtree(self.folder, ignore_errors=True)

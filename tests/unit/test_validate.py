@@ -112,6 +112,13 @@ def test_max_tokens():
         check_sample(sample(max_tokens=15), MODEL)
 
 
+def test_a_model_that_ranks_fewer_tokens_says_what_to_raise():
+    model = replace(MODEL, max_topk=20, max_topk_key="distillation.teacher_models.t.inference.engine_kwargs.vllm.max_logprobs")
+    check_sample(replace(sample(), topk_prompt_logprobs=20), model)
+    with pytest.raises(UserError, match="topk_prompt_logprobs is 21; give 0 to 20, or raise distillation.teacher_models.t.inf"):
+        check_sample(replace(sample(), topk_prompt_logprobs=21), model)
+
+
 def test_what_vllm_would_refuse():
     for temperature in (float("nan"), -0.1, 1e300):
         with pytest.raises(UserError, match="temperature"):

@@ -1,0 +1,113 @@
+"""A Ray cluster that was there before, of two nodes, one of which is lost; and clusters that lack something."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numerics
+import numpy as np
+import plain
+import pytest
+import ray
+from answers import PROMPT, check, greedy
+from live_engine import TWO_SAMPLERS, Live
+from ray_nodes import Nodes
+
+from verl_tinker.core.errors import EngineError
+from verl_tinker.core.types import SampleRequest, SamplingParams
+from verl_tinker.engine import nodes
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def there(engines):
+    """A cluster of one node with three processors."""
+    # A process can be in one Ray cluster only.
+    engines.close()
+    cluster = Nodes(cpus=3)
+    yield cluster
+    cluster.close()
+
+
+def where(live) -> list[str]:
+    """The node of each sampler, by rank."""
+    handles = [place.replica.server_handle for place in live.engine.sampler.replicas.places]
+    return ray.get([handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for handle in handles])
+
+
+def alive() -> list[dict]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def test_a_node_with_a_sampler_is_lost_and_no_request(there, tmp_path):
+    second = there.add(cpus=1)
+    live = Live([*TWO_SAMPLERS, f"server.ray_address={there.address}"], tmp_path)
+    phases = []
+    try:
+        live.do(live.engine.start(phases.append))
+        assert len(alive()) == 2 and len(set(where(live))) == 2
+        long = [SampleRequest(PROMPT, 1, SamplingParams(max_tokens=200, stop=[], seed=n), affinity=str(n)) for n in range(12)]
+
+        async def lose():
+            waiting = [asyncio.create_task(live.engine.sample(live.name, 0, request)) for request in long]
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(there.kill, second)
+            answers = await asyncio.gather(*waiting)
+            await asyncio.gather(*(p.replacement for p in live.engine.sampler.replicas.places if p.replacement))
+            return answers
+
+        answers = live.do(lose())
+        assert [len(answer.sequences[0].tokens) for answer in answers] == [200] * 12
+        assert len(alive()) == 1 and len(set(where(live))) == 1
+        model = plain.load_model(live.settings.model_folder)
+        for rank in (0, 1):
+            check(live.do(live.engine.sampler.replicas.ask(rank, "sample", greedy(), 0)), 0, model)
+        live.do(live.engine.create_model("r", numerics.spec(live.engine, True, 8)))
+        data = numerics.batch(live.settings.models[0].vocab_size, seed=3)
+        losses = live.do(live.engine.forward_backward("r", data, "cross_entropy", {}, True)).losses
+        assert np.isfinite(losses).all()
+    finally:
+        live.close()
+    # What was here before stays: the cluster, with all that it had.
+    ray.init(address=there.address, log_to_driver=False, configure_logging=False)
+    try:
+        deadline = time.monotonic() + 60
+        while ray.available_resources().get("CPU") != 3 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert ray.available_resources()["CPU"] == 3 and not ray.util.placement_group_table() or all(
+            group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+    finally:
+        ray.shutdown()
+
+
+def test_a_cluster_that_lacks_a_node_is_waited_for(there, tmp_path):
+    live = Live([*TWO_SAMPLERS, f"server.ray_address={there.address}", "trainer.n_gpus_per_node=2"], tmp_path)
+    phases, second = [], None
+
+    def report(phase: str) -> None:
+        nonlocal second
+        phases.append(phase)
+        if "3 CPUs are free" in phase and second is None:
+            second = there.add(cpus=1)
+
+    try:
+        live.do(live.engine.start(report))
+        check(live.do(live.engine.sample(live.name, 0, greedy())), 0, plain.load_model(live.settings.model_folder))
+    finally:
+        live.close()
+    assert any("3 CPUs are free, and the preset needs 4" in phase for phase in phases)
+
+
+def test_a_node_with_other_packages_is_named(there, monkeypatch):
+    ray.init(address=there.address, log_to_driver=False, configure_logging=False)
+    try:
+        nodes.check_packages()
+        here = nodes.installed()
+        # The task that asks the node is pickled by reference, so only this side sees the change.
+        monkeypatch.setattr(nodes, "version", lambda name: "0.0.1" if name == "verl" else here[name])
+        with pytest.raises(EngineError, match=rf"has verl {here['verl']}, this machine 0.0.1; run install_verl.sh"):
+            nodes.check_packages()
+    finally:
+        ray.shutdown()
