@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_tinker import honoured
 from verl_tinker.core.access import Keys
 from verl_tinker.core.errors import UserError
 from verl_tinker.schema import ConfigError
@@ -151,6 +152,13 @@ def check_served(config: Config) -> None:
     if verl.actor.strategy not in STRATEGIES:
         raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; runs and adapters of this server are "
                           f"built on {', '.join(STRATEGIES)}, so it can check such a preset and plan it, not start it")
+    if config.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"actor_rollout_ref.actor: {config.sequence_parallel_size} GPUs are to share a sequence (its ulysses or context "
+            "parallel size); this server's trainer has whole sequences on each GPU, so it can check such a preset and plan "
+            "it, not start it")
+    for refusal in honoured.refusals(verl):
+        raise ConfigError(refusal)
     if config.has_rollout:
         _check_engine("actor_rollout_ref.rollout.name", verl.rollout.name)
     for teacher in config.teachers:
@@ -159,8 +167,8 @@ def check_served(config: Config) -> None:
 
 def _check_engine(key: str, name: str) -> None:
     if name not in INFERENCE_ENGINES:
-        raise ConfigError(f"{key} is {name}; this server samples with {', '.join(INFERENCE_ENGINES)}, so it can check such a "
-                          "preset and plan it, not start it")
+        raise ConfigError(f"{key} is {name}; this server samples with {', '.join(INFERENCE_ENGINES)}, so it can check "
+                          "such a preset and plan it, not start it")
 
 
 def check_machine(config: Config) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,13 +18,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from verl_tinker import schema, teachers
+from verl_tinker import honoured, schema, teachers
 from verl_tinker.checks import check_machine, check_whole
 from verl_tinker.models import ModelMap, default_cache_dir
 from verl_tinker.presets import find_preset, merged, parsed, read_preset, single
 from verl_tinker.schema import ConfigError
 from verl_tinker.sections import ActorConfig, CpuConfig, DistillationConfig, ServerConfig, TrainerConfig
 from verl_tinker.teachers import TeacherConfig
+
+log = logging.getLogger("verl_tinker")
 
 ENVIRONMENT = {
     "TINKER_SERVER_MODEL_NAME": "server.model_name",
@@ -178,7 +181,16 @@ def load_config(
     defaults = _verl_defaults(_strategy(tree))
     for label, layer in layers:
         _labelled(label, _check_layer, layer, defaults)
-    return _labelled(str(path), _build, str(path), tree, defaults)
+    config = _labelled(str(path), _build, str(path), tree, defaults)
+    _tell_what_has_no_effect(layers, defaults, config.device == "cpu")
+    return config
+
+
+def _tell_what_has_no_effect(layers: list[tuple[str, dict[str, Any]]], defaults: dict[str, Any], on_cpu: bool) -> None:
+    for label, layer in layers:
+        verl = layer.get("actor_rollout_ref") or {}
+        for key, reason in honoured.without_effect(verl, defaults["actor_rollout_ref"], on_cpu):
+            log.warning("%s: %s has no effect here: %s", label, key, reason)
 
 
 def _build(source: str, tree: dict[str, Any], defaults: dict[str, Any]) -> Config:

@@ -14,44 +14,50 @@ from verl_tinker.api import flags
 from verl_tinker.schema import ConfigError
 
 
+def _key(default: Any, text: str) -> Any:
+    """A key of a preset with its default, or a function that makes it, and its meaning, which docs/presets.md shows."""
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"text": text})
+
+
 @dataclass(frozen=True)
 class ServerConfig:
-    """`model_path` is a folder, a hub name or a bundled model; without it `actor_rollout_ref.model.path` or the
-    public name counts. `model_aliases` gives further public names, each with a path in the same sense.
-    """
+    """The server itself: its models' names, its address, its files, and how much it holds at once."""
 
-    model_name: str
-    model_path: str | None = None
-    model_aliases: dict[str, str] = field(default_factory=dict)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    ray_address: str | None = None
+    model_name: str = field(metadata={"text": "the public name by which clients ask for the model"})
+    model_path: str | None = _key(None, "its weights: a folder, a hub name or a bundled model; without it "
+                                  "`actor_rollout_ref.model.path` or the public name counts")
+    model_aliases: dict[str, str] = _key(dict, "further public names of the same model, each with a path in the same sense")
+    host: str = _key("127.0.0.1", "the address to listen on; a public one needs keys")
+    port: int = _key(8000, "the port; 0 takes a free one")
+    ray_address: str | None = _key(None, "a Ray cluster to join; without it the server starts a Ray of its own")
     # A folder of the user's own: checkpoints outlive the server, wherever it is started from, and no clean-up of
     # /tmp or of a checkout takes them away.
-    checkpoint_dir: str = "~/.local/share/verl-tinker/checkpoints"
-    cache_dir: str | None = None
-    server_max_runtime: float | None = None
-    # A JSON file of names and digests that python -m verl_tinker.keys makes; without it everybody may call.
-    api_keys_file: str | None = None
-    allow_without_keys: bool = False
-    max_concurrent_samples: int = 256
-    max_waiting_samples: int = 20_000
-    # In the workers' memory; beyond them, and after resting for park_after_s, runs wait on disk.
-    max_training_runs: int = 16
-    park_after_s: float | None = 600.0
-    session_timeout_s: float = 900.0
-    keep_versions: int = 8
+    checkpoint_dir: str = _key("~/.local/share/verl-tinker/checkpoints", "where checkpoints, versions and the journal lie")
+    cache_dir: str | None = _key(None, "where bundled models are prepared; by default `VERL_TINKER_CACHE` or "
+                                 "`~/.cache/verl-tinker`")
+    server_max_runtime: float | None = _key(None, "seconds after which the server stops by itself")
+    api_keys_file: str | None = _key(None, "a JSON file of names and digests that `python -m verl_tinker.keys` makes; "
+                                     "without it everybody may call")
+    allow_without_keys: bool = _key(False, "lets everybody in at a public address")
+    max_concurrent_samples: int = _key(256, "samples that the sampler has at once")
+    max_waiting_samples: int = _key(20_000, "samples that wait for it; more are refused with 429")
+    max_training_runs: int = _key(16, "adapter runs in the workers' memory; further ones wait on disk")
+    park_after_s: float | None = _key(600.0, "seconds of rest after which a run waits on disk too; null: never")
+    session_timeout_s: float = _key(900.0, "seconds without a heartbeat after which a session and its runs end")
+    keep_versions: int = _key(8, "the newest versions of each run, which stay loaded")
     # Unnamed snapshots lie in host memory up to this, and on the disk of checkpoint_dir after it.
-    snapshot_memory_gb: float = 2.0
-    keep_last_checkpoints: int = 0
-    allow_shutdown: Literal["auto", True, False] = "auto"
-    enable_offload: bool | None = None
-    # Flags that clients read from client/config, where they are to differ from verl_tinker.api.flags.
-    client_flags: dict[str, Any] = field(default_factory=dict)
-    # One line for each operation, as text or as a JSON object; samples that succeed are written at debug.
-    log_format: Literal["text", "json"] = "text"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    auto_merge_verl_default_config: bool = True
+    snapshot_memory_gb: float = _key(2.0, "host memory for unnamed snapshots; what is more lies on disk")
+    keep_last_checkpoints: int = _key(0, "the newest checkpoints of a run, which are kept; 0 keeps all")
+    allow_shutdown: Literal["auto", True, False] = _key("auto", "whether `POST /api/v1/shutdown` is honoured; auto: on "
+                                                        "loopback without keys")
+    enable_offload: bool | None = _key(None, "sets `param_offload` and `optimizer_offload` of the strategy, so that trainer "
+                                       "and sampler take turns in the GPUs' memory")
+    client_flags: dict[str, Any] = _key(dict, "flags that clients read, where they are to differ from "
+                                        "`verl_tinker/api/flags.py`")
+    log_format: Literal["text", "json"] = _key("text", "one line for each operation, as text or as a JSON object")
+    log_level: Literal["debug", "info", "warning", "error"] = _key("info", "the least that is logged; debug adds each sample")
+    auto_merge_verl_default_config: bool = _key(True, "lays the preset over verl's defaults; false takes it as it stands")
 
     def __post_init__(self) -> None:
         _not_empty(self, "server")
@@ -77,11 +83,11 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """How runs train. `auto` lets the first run decide; an adapter of rank r is scaled by `lora_alpha / r`."""
+    """How runs train."""
 
-    mode: Literal["auto", "lora", "full"] = "auto"
-    lora_alpha: float = 32.0
-    max_lora_rank: int = 128
+    mode: Literal["auto", "lora", "full"] = _key("auto", "auto lets the first run decide, lora and full refuse the other")
+    lora_alpha: float = _key(32.0, "an adapter of rank r is scaled by lora_alpha / r")
+    max_lora_rank: int = _key(128, "the largest rank that clients may ask for")
 
     def __post_init__(self) -> None:
         _at_least(self, "actor", max_lora_rank=1)
@@ -90,13 +96,11 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class CpuConfig:
-    """Shares of a machine without a GPU: the sampler's key-value cache, that of each teacher replica, and the threads of
-    each worker. vLLM takes whole gibibytes.
-    """
+    """Shares of a machine without a GPU. vLLM takes whole gibibytes for its cache."""
 
-    kv_cache_gb: int = 1
-    teacher_kv_cache_gb: int = 1
-    threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    kv_cache_gb: int = _key(1, "GiB for the key-value cache of a sampler process")
+    teacher_kv_cache_gb: int = _key(1, "GiB for that of a teacher process")
+    threads: int = _key(lambda: len(os.sched_getaffinity(0)), "threads of each worker; by default all cores of this process")
 
     def __post_init__(self) -> None:
         _at_least(self, "cpu", kv_cache_gb=1, teacher_kv_cache_gb=1, threads=1)
@@ -104,10 +108,10 @@ class CpuConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The shape of the worker group; without a GPU `n_gpus_per_node` counts worker processes."""
+    """The shape of the trainer's worker group."""
 
-    nnodes: int = 1
-    n_gpus_per_node: int = 1
+    nnodes: int = _key(1, "nodes")
+    n_gpus_per_node: int = _key(1, "GPUs of each; without a GPU worker processes")
 
     def __post_init__(self) -> None:
         _at_least(self, "trainer", nnodes=1, n_gpus_per_node=1)
@@ -115,23 +119,32 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """The teachers and the GPUs that are theirs. A replica takes at most `n_gpus_per_node` GPUs of a node; `nnodes` 0 is as
-    many nodes as they need.
+    """The teachers, and the GPUs that are theirs. Each replica has a placement group of its own."""
 
-    Each replica has a placement group of its own. Without `dedicated_resource_pools` the teachers must fill nnodes *
-    n_gpus_per_node GPUs exactly, as verl's one pool for all of them demands. With `strict_pack` all replicas of a
-    teacher stand on one node, or on whole nodes where one is too small.
-    """
-
-    enabled: bool = False
-    nnodes: int = 0
-    n_gpus_per_node: int = 8
-    dedicated_resource_pools: bool = True
-    strict_pack: bool = False
-    teacher_models: dict[str, dict] = field(default_factory=dict)
+    enabled: bool = _key(False, "without it there are no teachers, whatever else the section says")
+    nnodes: int = _key(0, "nodes that hold teachers at most; 0: as many as they need")
+    n_gpus_per_node: int = _key(8, "GPUs of one node that one replica takes at most; a larger one takes so many on each of "
+                                "several nodes")
+    dedicated_resource_pools: bool = _key(True, "false: the teachers must fill nnodes * n_gpus_per_node exactly, as verl's "
+                                          "one pool for all of them demands")
+    strict_pack: bool = _key(False, "all replicas of a teacher on one node, or on whole nodes where one is too small")
+    teacher_models: dict[str, dict] = _key(dict, "the teachers, each under a word of its own")
 
     def __post_init__(self) -> None:
         _at_least(self, "distillation", nnodes=0, n_gpus_per_node=1)
+
+
+@dataclass(frozen=True)
+class TeacherEntry:
+    """One of `distillation.teacher_models`, as the preset writes it."""
+
+    key: str | None = _key(None, "the word for it in logs and placements; by default that of the entry")
+    model_name: str | None = _key(None, "the public name by which clients ask for it; by default its path")
+    model_path: str | None = _key(None, "its weights: a folder, a hub name or a bundled model; by default its name. Clients "
+                                  "may ask for it by this too")
+    num_replicas: int = _key(0, "replicas; 0: one, or as many as fill the pool when it is the only teacher and nnodes "
+                             "is set")
+    inference: dict = _key(dict, "verl's rollout section for it, over verl's defaults for a teacher")
 
 
 def _at_least(section: Any, name: str, **limits: int) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 from verl_tinker import schema
 from verl_tinker.presets import merged, single
 from verl_tinker.schema import ConfigError
-from verl_tinker.sections import DistillationConfig
+from verl_tinker.sections import DistillationConfig, TeacherEntry
 
 SECTION = "distillation"
 ENVIRONMENT = {"TINKER_TEACHER_MODEL_NAME": "model_name", "TINKER_TEACHER_MODEL_PATH": "model_path"}
-_FIELDS = {"key": "str | None", "model_name": "str | None", "model_path": "str | None", "num_replicas": "int",
-           "inference": "dict"}
 # verl's defaults for them follow the actor's model, or describe its training.
 _OF_THE_ACTOR = ("profiler", "mtp", "qat", "prometheus")
 # vLLM reserves for that many candidates a position unless the preset says otherwise.
@@ -71,7 +69,7 @@ def check_layer(values: Any, rollout_defaults: Mapping[str, Any], verl_defaults:
     schema.check_section(values, known, SECTION)
     for entry, teacher in (values.get("teacher_models") or {}).items():
         path = f"{SECTION}.teacher_models.{entry}"
-        schema.check_section(teacher, _FIELDS, path)
+        schema.check_section(teacher, schema.annotations(TeacherEntry), path)
         schema.check_verl(teacher.get("inference") or {}, rollout_defaults, f"{path}.inference", "RolloutConfig")
 
 
