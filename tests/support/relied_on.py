@@ -26,6 +26,7 @@ VLLM_CALLS = {
     "vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA._get_logits": ["hidden_states", "lm_head"],
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": ["hidden_states", "num_scheduled_tokens"],
     "vllm.v1.sample.sampler:Sampler.compute_logprobs": ["logits"],
+    "vllm.v1.engine.exceptions:EngineDeadError.__init__": ["suppress_context"],
     "vllm.outputs:RequestOutput.__init__": ["prompt_logprobs", "outputs", "finished", "lora_request", "num_cached_tokens"],
 }
 VLLM_FIELDS = {
@@ -79,8 +80,10 @@ _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 VERL_CALLS = {
     "verl.workers.rollout.replica:RolloutReplica.launch_servers": [],
     "verl.workers.rollout.replica:RolloutReplica.init_hybrid": ["worker_group"],
+    "verl.workers.rollout.replica:RolloutReplica.init_standalone": [],
     "verl.workers.rollout.replica:RolloutReplicaRegistry.register": ["name", "loader"],
-    f"{_SERVER}:vLLMReplica.__init__": ["replica_rank", "config", "model_config", "gpus_per_node"],
+    f"{_SERVER}:vLLMReplica.__init__": [
+        "replica_rank", "config", "model_config", "gpus_per_node", "is_teacher_model", "name_suffix"],
     f"{_SERVER}:vLLMReplica.launch_servers": [],
     f"{_SERVER}:vLLMReplica.sleep": [],
     f"{_SERVER}:vLLMReplica.wake_up": [],
@@ -98,5 +101,7 @@ VERL_CALLS = {
     f"{_FSDP}:FSDPEngine.train_mode": [],
     "verl.workers.engine_workers_tinker:_apply_optim_step_params": ["optimizer", "optim_step_params"],
     "verl.utils.distributed:initialize_global_process_group_ray": ["timeout_second", "backend"],
+    "verl.utils.profiler:DistProfilerExtension.start_profile": ["kwargs"],
+    "verl.utils.profiler:DistProfilerExtension.stop_profile": ["run_command"],
     "verl.plugin.platform:PlatformBase.ray_resource_name": [],
 }
