@@ -141,9 +141,18 @@ def _check_profiler(config: Config) -> None:
     profiler = config.global_profiler
     if profiler.get("tool") not in (None, "torch"):
         raise ConfigError(f"global_profiler.tool is {profiler.tool}; this server knows torch")
+    if profiler.get("profile_continuous_steps"):
+        raise ConfigError("global_profiler.profile_continuous_steps is true; this server gives each request a trace")
     steps = profiler.get("steps")
-    if steps is not None and not (OmegaConf.is_list(steps) and all(type(step) is int and step >= 0 for step in steps)):
-        raise ConfigError(f"global_profiler.steps is {steps}; it must be a list of training requests' numbers, as in [1, 2]")
+    if steps is None:
+        return
+    if not (OmegaConf.is_list(steps) and all(type(step) is int and step >= 1 for step in steps)):
+        raise ConfigError(f"global_profiler.steps is {steps}; it must be a list of training requests' numbers, the first of "
+                          "which is 1, as in [2, 3]")
+    actor = config.actor_rollout_ref.actor.get("profiler") or {}
+    if profiler.get("tool") is None or not actor.get("enable") or not (actor.get("all_ranks") or actor.get("ranks")):
+        raise ConfigError("global_profiler.steps names requests, and nothing would be traced; set "
+                          "global_profiler.tool=torch, actor_rollout_ref.actor.profiler.enable=true, and its all_ranks or ranks")
 
 
 def check_served(config: Config) -> None:
@@ -157,12 +166,20 @@ def check_served(config: Config) -> None:
             f"actor_rollout_ref.actor: {config.sequence_parallel_size} GPUs are to share a sequence (its ulysses or context "
             "parallel size); this server's trainer has whole sequences on each GPU, so it can check such a preset and plan "
             "it, not start it")
+    _check_strict_pack(config)
     for refusal in honoured.refusals(verl):
         raise ConfigError(refusal)
     if config.has_rollout:
         _check_engine("actor_rollout_ref.rollout.name", verl.rollout.name)
     for teacher in config.teachers:
         _check_engine(teacher.preset_key("name"), teacher.rollout.name)
+
+
+def _check_strict_pack(config: Config) -> None:
+    several = [teacher.entry for teacher in config.teachers if teacher.num_replicas > 1]
+    if config.distillation.strict_pack and several:
+        raise ConfigError(f"distillation.strict_pack is true, and teacher {several[0]} has several replicas; this "
+                          "server asks for each of them by itself, so it can plan such a preset, not start it")
 
 
 def _check_engine(key: str, name: str) -> None:

@@ -188,8 +188,7 @@ def load_config(
 
 def _tell_what_has_no_effect(layers: list[tuple[str, dict[str, Any]]], defaults: dict[str, Any], on_cpu: bool) -> None:
     for label, layer in layers:
-        verl = layer.get("actor_rollout_ref") or {}
-        for key, reason in honoured.without_effect(verl, defaults["actor_rollout_ref"], on_cpu):
+        for key, reason in honoured.without_effect(layer, defaults, on_cpu):
             log.warning("%s: %s has no effect here: %s", label, key, reason)
 
 

@@ -53,12 +53,17 @@ UNUSED = {
     "rollout.router_config_path": "this server chooses the replica itself",
     "ref.*": _NO_REFERENCE,
 }
-# Without a GPU vLLM runs in one process, and takes what belongs to no device from rollout's own keys.
+# Without a GPU vLLM runs in one process, which takes a few of rollout's own keys (verl_tinker/wiring.py).
 UNUSED_ON_CPU = {
-    "rollout.gpu_memory_utilization": "without a GPU cpu.kv_cache_gb counts",
-    "rollout.engine_kwargs.*": "without a GPU only rollout's own keys reach vLLM",
+    "rollout.gpu_memory_utilization": "without a GPU cpu.kv_cache_gb and cpu.teacher_kv_cache_gb count",
+    "rollout.engine_kwargs.*": "without a GPU only rollout's own keys reach vLLM, and of a teacher's max_logprobs",
     "rollout.scheduling_policy": "without a GPU only rollout's other keys reach vLLM",
 }
+UNUSED_OF_TEACHERS = {
+    "rollout.load_format": "a teacher's weights always come from its folder",
+    "rollout.nnodes": "num_replicas says how many there are",
+}
+_MAX_LOGPROBS = "rollout.engine_kwargs.vllm.max_logprobs"
 # What the engine cannot work with: key -> (values that it can, why and what to do).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "model.lora_rank": ((0, None), "clients choose the rank; bound it with actor.max_lora_rank"),
@@ -92,17 +97,26 @@ def _at(tree: Any, dotted: str) -> Any:
 
 
 def without_effect(layer: Mapping[str, Any], defaults: Mapping[str, Any], on_cpu: bool) -> Iterator[tuple[str, str]]:
-    """What a layer of the preset sets below actor_rollout_ref to another value than verl's, in vain: key and reason."""
+    """What a layer of a preset sets to another value than verl's, in vain: key and reason."""
     known = UNUSED | (UNUSED_ON_CPU if on_cpu else {})
+    verl = defaults["actor_rollout_ref"]
+    for key, reason in _in_vain(layer.get("actor_rollout_ref") or {}, verl, known):
+        if key != "ref.enable":  # Honoured without a worker: reference log-probabilities are there either way.
+            yield f"actor_rollout_ref.{key}", reason
+    for entry, teacher in ((layer.get("distillation") or {}).get("teacher_models") or {}).items():
+        for key, reason in _in_vain({"rollout": teacher.get("inference") or {}}, verl, known | UNUSED_OF_TEACHERS):
+            if key != _MAX_LOGPROBS:
+                yield f"distillation.teacher_models.{entry}.inference.{key.partition('.')[2]}", reason
+
+
+def _in_vain(layer: Mapping[str, Any], defaults: Mapping[str, Any], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for key, value in _leaves(layer):
         default = _at(defaults, key)
-        if key == "ref.enable":
-            continue  # Honoured without a worker: reference log-probabilities are there either way.
         if value == default or (isinstance(default, str) and "${" in default):
             continue
         for pattern, reason in known.items():
             if fnmatchcase(key, pattern):
-                yield f"actor_rollout_ref.{key}", reason
+                yield key, reason
                 break
 
 

@@ -127,7 +127,8 @@ class DistillationConfig:
                                 "several nodes")
     dedicated_resource_pools: bool = _key(True, "false: the teachers must fill nnodes * n_gpus_per_node exactly, as verl's "
                                           "one pool for all of them demands")
-    strict_pack: bool = _key(False, "all replicas of a teacher on one node, or on whole nodes where one is too small")
+    strict_pack: bool = _key(False, "all replicas of a teacher on one node, or on whole nodes where one is too small; "
+                              "one replica always is")
     teacher_models: dict[str, dict] = _key(dict, "the teachers, each under a word of its own")
 
     def __post_init__(self) -> None:

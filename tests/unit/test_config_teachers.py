@@ -79,7 +79,8 @@ def test_verls_defaults_for_teachers_fill_what_the_preset_leaves_out(gpu):
 
 
 def test_an_only_teacher_without_a_number_of_replicas_fills_the_pool(gpu):
-    only = [of("large", "inference.tensor_model_parallel_size", 2), "distillation.nnodes=1", "distillation.n_gpus_per_node=4"]
+    only = [of("large", "inference.tensor_model_parallel_size", 2), "distillation.nnodes=1",
+            "distillation.n_gpus_per_node=4"]
     text = Path(gpu).read_text().replace("    small: {model_path: org/small, num_replicas: 2, "
                                          "inference: {tensor_model_parallel_size: 2}}\n", "")
     Path(gpu).write_text(text)
@@ -118,7 +119,7 @@ def test_teachers_answer_to_name_and_path(gpu):
     ("server.model_aliases={teachers/tiny: bundled:smollm2}", "and so is server.model_aliases.teachers/tiny"),
     (of("tiny", "model_path", ACTOR), "which is also server.model_name, a model from bundled:smollm2"),
     (of("tiny", "key", "smollm2"), "distillation.teacher_models.tiny.key is smollm2, and so is that of smollm2"),
-    (of("tiny", "model_path", "/nowhere"), "give a Hugging Face model folder in distillation.teacher_models.tiny.model_path"),
+    (of("tiny", "model_path", "/nowhere"), "give a Hugging Face model folder in distillation.teacher_models.tiny"),
     (of("tiny", "num_replica", 2), "unknown key distillation.teacher_models.tiny.num_replica; the nearest is "
      "distillation.teacher_models.tiny.num_replicas"),
     (of("tiny", "num_replicas", -1), "num_replicas is -1; it must be at least 1"),
@@ -134,9 +135,9 @@ def test_teachers_answer_to_name_and_path(gpu):
     ("distillation.teacher_models=3", "it must be a section of keys"),
     ("distillation=3", "distillation is 3; it must be a section of keys"),
     ("distillation.nodes=1", "unknown key distillation.nodes; the nearest is distillation.nnodes"),
-    ("distillation.distillation_loss.topk=3", "distillation.distillation_loss has no effect here: the client's program owns"),
+    ("distillation.distillation_loss.topk=3", "distillation.distillation_loss has no effect here: the client's"),
     ("distillation.teacher_key=task", "distillation.teacher_key has no effect here"),
-    ("distillation.nnodes=1", "distillation.nnodes * distillation.n_gpus_per_node is 1, and the teachers take 2 GPUs; raise"),
+    ("distillation.nnodes=1", "distillation.nnodes * distillation.n_gpus_per_node is 1, and the teachers take 2 GPUs"),
     ("distillation.dedicated_resource_pools=false", "is 0, and the teachers take 2 GPUs; without distillation.dedicated"),
     ("distillation.n_gpus_per_node=0", "distillation.n_gpus_per_node is 0; it must be at least 1"),
     ("cpu.teacher_kv_cache_gb=0", "cpu.teacher_kv_cache_gb is 0; it must be at least 1"),

@@ -64,7 +64,7 @@ def test_small_ones_leave_room_for_large_ones_whatever_the_order():
 
 
 def test_a_search_goes_back_where_the_largest_first_would_fail():
-    # On nodes of 10: 6 + 4, 4 + 3 + 3, but fullest first puts 4 beside 6 and then has no 4 + 3 + 3 wrong way round.
+    # 5 + 3 + 2 and 4 + 4 + 2; the largest first puts 4 beside 5, which leaves 10 for 4 + 3 + 2 + 2.
     sizes = [5, 4, 4, 3, 2, 2]
     assert place([10, 10], [teacher(str(i), size, per_node=10) for i, size in enumerate(sizes)])
 
@@ -83,8 +83,8 @@ def test_replicas_of_a_packed_role_stand_on_one_node():
 
 
 @pytest.mark.parametrize("nodes, roles, text", [
-    ([8], [actor(1, 8), teacher("a", 4)], "actor, rollout, ref (8), teacher a (4) are 12 GPUs, and 1 node of 8 have 8; lower "
-     "trainer.n_gpus_per_node or distillation.teacher_models.a.num_replicas, or give more nodes"),
+    ([8], [actor(1, 8), teacher("a", 4)], "actor, rollout, ref (8), teacher a (4) are 12 GPUs, and 1 node of 8 have 8; "
+     "lower trainer.n_gpus_per_node or distillation.teacher_models.a.num_replicas, or give more nodes"),
     ([4, 4], [actor(1, 8)], "takes 8 GPUs of one node, and the largest node has 4; lower trainer.n_gpus_per_node"),
     ([16], [actor(2, 8)], "do not fit on 1 node of 16"),
     ([8], [actor(1, 6, tp=4)], f"{TP} is 4, which does not divide its 6 GPUs"),
@@ -117,7 +117,8 @@ def requests(draw):
     if draw(st.booleans()):
         roles.append(actor(draw(st.integers(1, 3)), draw(st.integers(1, 8)), draw(SIZES)))
     for i in range(draw(st.integers(0 if roles else 1, 4))):
-        roles.append(teacher(str(i), draw(SIZES), draw(st.integers(1, 4)), draw(st.integers(1, 8)), strict_pack=draw(st.booleans())))
+        roles.append(teacher(str(i), draw(SIZES), draw(st.integers(1, 4)), draw(st.integers(1, 8)),
+                             strict_pack=draw(st.booleans())))
     return roles
 
 

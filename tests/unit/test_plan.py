@@ -68,7 +68,7 @@ def test_the_count_is_that_of_a_real_model(config, cls, tmp_path):
     assert size.experts == experts
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     head, norm = 1000 * 64, 64
-    assert size.gathered == (head + norm + 2 * layer if config.tie_word_embeddings else head + norm + layer + max(layer, head))
+    assert size.gathered == head + norm + layer + (layer if config.tie_word_embeddings else max(layer, head))
     assert size.active_width == (96 if cls is Qwen3ForCausalLM else 2 * 48)
 
 
@@ -129,7 +129,8 @@ def test_shares_of_a_mixture_of_experts():
     size = public("Qwen/Qwen3-235B-A22B")
     whole = serving_weights(size, Serving(1, 1, 2, 0.9, 1, 1))
     assert whole == 2 * size.parameters  # all experts count
-    assert serving_weights(size, Serving(8, 8, 2, 0.9, 1, 1)) == serving_weights(size, Serving(8, 1, 2, 0.9, 1, 1)) == whole / 8
+    for expert_parallel in (8, 1):
+        assert serving_weights(size, Serving(8, expert_parallel, 2, 0.9, 1, 1)) == whole / 8
     # Four key-value heads lie twice on eight GPUs.
     four, eight = (cache_bytes_per_token(size, Serving(n, 1, 2, 0.9, 1, 1)) for n in (4, 8))
     assert four == eight == 94 * 2 * 128 * 2
@@ -191,7 +192,7 @@ def test_the_two_teachers_lie_on_two_nodes():
 # What does not fit
 
 @pytest.mark.parametrize("path, overrides, cluster, words", [
-    (MULTI, [], {"nodes": 1}, "are 16 GPUs, and 1 node of 8 have 8; lower distillation.teacher_models.qwen3_235b.inference."),
+    (MULTI, [], {"nodes": 1}, "are 16 GPUs, and 1 node of 8 have 8; lower distillation.teacher_models.qwen3_235b."),
     (MULTI, [], {"gpus_per_node": 4}, "teacher qwen3_235b takes 8 GPUs of one node, and the largest node has 4; lower "),
     (ROLLOUT, ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor.mode=full"], {},
      "raise trainer.n_gpus_per_node or raise trainer.nnodes"),
@@ -200,7 +201,7 @@ def test_the_two_teachers_lie_on_two_nodes():
      "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
     (ROLLOUT, ["actor_rollout_ref.rollout.max_num_batched_tokens=32768", "actor.mode=lora"], {},
      "lower actor_rollout_ref.rollout.max_num_batched_tokens"),
-    (ROLLOUT, ["actor_rollout_ref.rollout.gpu_memory_utilization=0.1"], {}, "raise actor_rollout_ref.rollout.gpu_memory_util"),
+    (ROLLOUT, ["actor_rollout_ref.rollout.gpu_memory_utilization=0.1"], {}, "raise actor_rollout_ref.rollout.gpu_memory"),
     (ROLLOUT, ["actor_rollout_ref.rollout.gpu_memory_utilization=0.16"], {}, "less than one sequence of 32,768; lower "
      "actor_rollout_ref.rollout.max_model_len"),
     (ROLLOUT, ["server.enable_offload=false", "actor.mode=lora"], {}, "set server.enable_offload=true"),
@@ -219,7 +220,8 @@ def test_what_does_not_fit_names_the_key_to_change(path, overrides, cluster, wor
 def test_one_way_of_training_that_fits_is_enough():
     found = report(load(ROLLOUT, "server.max_training_runs=64"), Cluster())
     assert not found.problems
-    assert any("the other way of training does" in note and "set actor.mode=full" in note for p in found.parts for note in p.notes)
+    notes = [note for part in found.parts for note in part.notes if "the other way of training does" in note]
+    assert notes and all("set actor.mode=full" in note for note in notes)
     assert problems(ROLLOUT, "server.max_training_runs=64", gpu_gib=40.0)
 
 
@@ -262,7 +264,7 @@ def test_a_model_that_nobody_describes_is_one_error(monkeypatch, capsys, tmp_pat
         raise OSError("no route")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
-    with pytest.raises(ConfigError, match=r"org/none is not to be had from the hub \(no route\); .* --model-config org/none=FOLDER"):
+    with pytest.raises(ConfigError, match=r"org/none is not .* from the hub \(no route\); .* --model-config org/none=FOLDER"):
         report(load(ACTOR, "server.model_name=org/none"), Cluster())
     small(Qwen3Config).save_pretrained(tmp_path)
     for argument in (str(tmp_path), f"org/none={tmp_path}"):

@@ -156,11 +156,17 @@ def _verl() -> str:
     return "\n".join([
         "## verl's keys that do nothing here\n", "Below `actor_rollout_ref`. A preset that sets one to another value than "
         "verl's is told so by a warning.\n", _table(["keys", "why"], rows(honoured.UNUSED)),
-        "\nWithout a GPU:\n", _table(["keys", "why"], rows(honoured.UNUSED_ON_CPU)),
+        "\nOf a teacher's `inference` the same keys as of `rollout`, and also:\n",
+        _table(["keys", "why"], rows(honoured.UNUSED_OF_TEACHERS)),
+        "\nWithout a GPU also these, and whatever else of `rollout` is not max_model_len, dtype, max_num_seqs, "
+        "max_num_batched_tokens, enforce_eager, enable_prefix_caching, enable_chunked_prefill, seed or the number of "
+        "processes:\n",
+        _table(["keys", "why"], rows(honoured.UNUSED_ON_CPU)),
         "\n## verl's keys that are refused\n", "A server does not start with another value than verl's own.\n",
         _table(["keys", "why"], rows(refused)),
         "\nAlso refused at the start, and nowhere else: strategies other than FSDP2, engines other than vLLM, and GPUs that "
-        "share a sequence (Ulysses, context parallelism). Of `global_profiler`, tools other than torch are refused always."])
+        "share a sequence (Ulysses, context parallelism), and `distillation.strict_pack` for a teacher with several replicas. "
+        "Of `global_profiler`, tools other than torch and `profile_continuous_steps` are refused always."])
 
 
 def _table(head: list[str], rows: list[list[Any]]) -> str:

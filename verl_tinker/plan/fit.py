@@ -132,8 +132,8 @@ def _check_cache(part: Part, how: Serving, size: ModelSize, key: Callable[[str],
     more = f"raise {key(TENSOR_PARALLEL)} or raise {key('gpu_memory_utilization')}"
     if tokens < 0:
         taken = gib(part.total - part.bytes["cache"] - part.bytes["scores"])
-        part.problems.append(f"weights, adapters and reserve take {taken} GiB, more than the {how.share:.0%} of each GPU that "
-                             f"the engine may have; {more}")
+        part.problems.append(f"weights, adapters and reserve take {taken} GiB, more than the {how.share:.0%} of each GPU "
+                             f"that the engine may have; {more}")
         part.bytes["cache"] = 0.0
     elif tokens < how.context:
         part.problems.append(f"the key-value cache has room for {tokens:,} tokens, less than one sequence of "
