@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_tinker.config import ENGINES, Config
+from verl_tinker.config import Config
 from verl_tinker.core.types import MAX_TOPK, BaseModelInfo
 from verl_tinker.engine.settings import EngineSettings, TeacherSettings
 from verl_tinker.models import ModelError, resolve_model
+from verl_tinker.plan.roles import roles, takes_turns
 from verl_tinker.schema import ConfigError
 
 
@@ -24,7 +25,7 @@ def engine_settings(config: Config, work_folder: Path) -> EngineSettings:
             raise ConfigError(f"server.model_aliases.{name}: {place} is another model than server.model_path; one server trains "
                               "one base model, and a frozen one is a teacher (distillation.teacher_models)")
     verl = OmegaConf.merge(config.actor_rollout_ref, {"model": {"path": str(folder)}})
-    on_cpu, apart = config.device == "cpu", _replicas_apart(verl.rollout) if config.has_rollout else 0
+    on_cpu = config.device == "cpu"
     return EngineSettings(
         device=config.device,
         verl_config=verl,
@@ -40,9 +41,10 @@ def engine_settings(config: Config, work_folder: Path) -> EngineSettings:
         has_rollout=config.has_rollout,
         rollout_args=_rollout_args(verl.rollout, "actor_rollout_ref.rollout") if config.has_rollout else {},
         replica="in_process" if on_cpu else "stock",
-        rollout_replicas=apart,
-        takes_turns=not on_cpu and config.has_rollout and not apart and _is_offloaded(verl.actor),
+        rollout_replicas=config.rollout_replicas,
+        takes_turns=takes_turns(config),
         teachers=tuple(_teacher(config, teacher) for teacher in config.teachers),
+        roles=tuple(roles(config)),
         profiled_requests=tuple(config.global_profiler.get("steps") or ()),
         threads=config.cpu.threads,
         kv_cache_gb=config.cpu.kv_cache_gb,
@@ -73,16 +75,6 @@ def _teacher(config: Config, teacher) -> TeacherSettings:
     )
 
 
-def _replicas_apart(rollout) -> int:
-    """Replicas on GPUs of their own; 0 puts them on the trainer's. Without a GPU they are processes."""
-    gpus = rollout.nnodes * rollout.n_gpus_per_node
-    each = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    if gpus % each:
-        raise ConfigError(f"actor_rollout_ref.rollout: nnodes x n_gpus_per_node is {gpus}, which replicas of {each} GPUs "
-                          "(tensor_model_parallel_size x pipeline_model_parallel_size) do not fill; change one of them")
-    return gpus // each
-
-
 def _description(folder: Path) -> tuple[int, int, bool]:
     """A model's longest sequence in tokens, its vocabulary, and whether input and output share an embedding."""
     from transformers import AutoConfig
@@ -111,8 +103,3 @@ def _rollout_args(rollout, where: str) -> dict:
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "seed": rollout.get("seed", 0) or 0,
     }
-
-
-def _is_offloaded(actor) -> bool:
-    """Does the trainer leave the GPUs' memory between commands?"""
-    return bool(actor[ENGINES[actor.strategy][1]].get("param_offload"))

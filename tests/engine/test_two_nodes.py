@@ -15,7 +15,7 @@ from live_engine import TWO_SAMPLERS, Live
 from ray_nodes import Nodes
 
 from verl_tinker.core.errors import EngineError
-from verl_tinker.core.types import SampleRequest, SamplingParams
+from verl_tinker.core.types import AdamParams, SampleRequest, SamplingParams
 from verl_tinker.engine import nodes
 
 pytestmark = pytest.mark.timeout(400)
@@ -89,7 +89,7 @@ def test_a_cluster_that_lacks_a_node_is_waited_for(there, tmp_path):
     def report(phase: str) -> None:
         nonlocal second
         phases.append(phase)
-        if "3 CPUs are free" in phase and second is None:
+        if "are 4 GPUs, and 1 node of 3 have 3" in phase and second is None:
             second = there.add(cpus=1)
 
     try:
@@ -97,7 +97,59 @@ def test_a_cluster_that_lacks_a_node_is_waited_for(there, tmp_path):
         check(live.do(live.engine.sample(live.name, 0, greedy())), 0, plain.load_model(live.settings.model_folder))
     finally:
         live.close()
-    assert any("3 CPUs are free, and the preset needs 4" in phase for phase in phases)
+    assert any("trainer (2), sampler (2) are 4" in phase for phase in phases)
+
+
+def test_a_rank_on_a_lost_node_ends_what_waits_and_comes_back_with_the_node(engines, tmp_path):
+    engines.close()
+    there = Nodes(cpus=1)
+    second, back = there.add(cpus=1), []
+    live = Live([f"server.ray_address={there.address}", "trainer.nnodes=2", "cpu.threads=1"], tmp_path, rollout=False)
+    data = numerics.batch(live.settings.models[0].vocab_size, seed=3)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+
+    async def train(run: str):
+        return (await live.engine.forward_backward(run, data, "cross_entropy", {}, True)).losses
+
+    async def before():
+        await live.engine.create_model("r", numerics.spec(live.engine, True, 8))
+        await train("r")
+        await live.engine.optim_step("r", AdamParams(learning_rate=1e-2))
+        await live.engine.save_state("r", saved)
+        return await train("r")
+
+    async def lose():
+        waiting = asyncio.create_task(live.engine.forward_backward("r", data * 64, "cross_entropy", {}, True))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(there.kill, second)
+        with pytest.raises(EngineError, match="died|did not answer"):
+            await waiting
+        with pytest.raises(EngineError):
+            for _ in range(20):
+                await live.engine.check()
+                await asyncio.sleep(0.5)
+
+    def report(phase: str) -> None:
+        if "trainer (2) are 2 GPUs, and 1 node of 1 have 1" in phase and not back:
+            back.append(there.add(cpus=1))
+
+    async def after():
+        await live.engine.create_model("again", numerics.spec(live.engine, True, 8))
+        await live.engine.load_state("again", saved, optimizer=True)
+        return await train("again")
+
+    try:
+        live.start()
+        wanted = live.do(before())
+        live.do(lose())
+        live.do(live.engine.close())
+        live.do(live.engine.start(report))
+        assert back
+        np.testing.assert_array_equal(live.do(after()), wanted)
+    finally:
+        live.close()
+        there.close()
 
 
 def test_a_node_with_other_packages_is_named(there, monkeypatch):

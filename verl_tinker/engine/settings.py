@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from verl_tinker.core.placement import Role
 from verl_tinker.core.types import BaseModelInfo
 
 
@@ -39,7 +40,8 @@ class EngineSettings:
 
     `mode` auto lets the first run decide between an adapter and full fine-tuning. `replica` is vLLM in one process, or
     verl's own replicas; with `takes_turns` one side's memory is given to the other. `rollout_replicas` 0 is as many as fit
-    on the trainer's GPUs, on those; otherwise they have GPUs of their own. In one process 0 is one. `rollout_args` are vLLM's arguments in one process. `profiled_requests` numbers the training requests that are traced. `timeout_s` bounds each wait for a worker's answer, `start_timeout_s` the
+    on the trainer's GPUs, on those; otherwise they have GPUs of their own. In one process 0 is one. `rollout_args` are vLLM's arguments in one process. `roles` are what a cluster must have
+    room for. `profiled_requests` numbers the training requests that are traced. `timeout_s` bounds each wait for a worker's answer, `start_timeout_s` the
     start of one.
     """
 
@@ -60,6 +62,7 @@ class EngineSettings:
     takes_turns: bool = False
     rollout_args: dict[str, Any] = field(default_factory=dict)
     teachers: tuple[TeacherSettings, ...] = ()
+    roles: tuple[Role, ...] = ()
     profiled_requests: tuple[int, ...] = ()
     threads: int = 2
     kv_cache_gb: int = 1

@@ -58,7 +58,8 @@ class VerlEngine:
         s = self.settings
         report("starting Ray")
         await asyncio.to_thread(self.cluster.start)
-        await asyncio.to_thread(nodes.wait_for, nodes.Needs.of(s), s.start_timeout_s if s.ray_address else 0, report)
+        if s.device == "cuda" or s.ray_address:
+            await asyncio.to_thread(nodes.wait_for, s, s.start_timeout_s if s.ray_address else 0, report)
         if s.ray_address:
             await asyncio.to_thread(nodes.check_packages)
         report("starting the trainer" + (" and the sampler" if s.has_rollout else ""))
