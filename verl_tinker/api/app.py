@@ -86,6 +86,7 @@ def create_app(
     for prefix in openai.PREFIXES:
         app.include_router(openai.router, prefix=prefix)
     app.include_router(metrics.router)
+    app.include_router(dashboard.page_router)
     errors.install(app)
     # Added last, so that it goes around all else.
     app.add_middleware(Watched, watchers=service.watchers)

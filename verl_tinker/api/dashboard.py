@@ -10,11 +10,11 @@ import json
 import math
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi import APIRouter, HTTPException, Query, Request
+from fastapi.responses import FileResponse, StreamingResponse
 
 from verl_tinker import __version__
 from verl_tinker.api.auth import CallerDep
@@ -24,6 +24,11 @@ from verl_tinker.core.access import Caller
 from verl_tinker.core.service import Service
 
 EVENT_SECONDS = 1.0
+_FOLDER = Path(__file__).parent / "page"
+_PARTS = frozenset(file.name for file in _FOLDER.iterdir())
+# Nothing comes from elsewhere, and nobody shows the page inside another.
+_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+            "style-src 'self'; script-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"}
 
 router = APIRouter()
 page_router = APIRouter()
@@ -66,12 +71,20 @@ async def events(request: Request, service: ServiceDep, caller: CallerDep) -> St
 
 
 @page_router.get("/", include_in_schema=False)
-async def page() -> HTMLResponse:
-    """The dashboard. It holds nothing; what it shows it asks for, with the key that the visitor gives it."""
-    text = files("verl_tinker.api").joinpath("dashboard.html").read_text(encoding="utf-8")
-    return HTMLResponse(text, headers={"Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
-                                       "style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
-                                       "frame-ancestors 'none'"})
+async def page() -> FileResponse:
+    """The dashboard. It holds nothing: what it shows it asks for, with the key that the visitor gives it."""
+    return _file("index.html")
+
+
+@page_router.get("/{name}.{kind}", include_in_schema=False)
+async def part_of_page(name: str, kind: str) -> FileResponse:
+    if f"{name}.{kind}" not in _PARTS:
+        raise HTTPException(404)
+    return _file(f"{name}.{kind}")
+
+
+def _file(name: str) -> FileResponse:
+    return FileResponse(_FOLDER / name, headers=_HEADERS)
 
 
 async def _view(service: Service, caller: Caller) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""A headless Chromium, servers that it looks at, and screenshots that are kept."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_engine import BASE
+from playwright.sync_api import sync_playwright
+from raw import Raw
+from server import TestServer
+from talking import TalkingEngine
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def screenshots():
+    """Where pictures are kept; a folder of the checkout that git ignores, unless SCREENSHOTS names another."""
+    folder = Path(os.environ.get("SCREENSHOTS") or Path(__file__).parents[2] / "runs" / "screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    program = next((found for name in NAMES if (found := shutil.which(name))), None)
+    assert program, "no Chromium is installed; run tools/install_browser.sh"
+    with sync_playwright() as playwright:
+        # Root, as which CI runs, has no sandbox.
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def start(tmp_path):
+    servers = []
+
+    def begin(**options):
+        servers.append(TestServer(tmp_path / f"server-{len(servers)}", engine=TalkingEngine(), **options))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def server(start):
+    return start()
+
+
+@pytest.fixture
+def raw(server):
+    with server.http() as http:
+        raw = Raw(http, BASE)
+        raw.create()
+        yield raw
+
+
+@pytest.fixture
+def visit(chromium):
+    """Open the dashboard of a URL; what the page logs as an error fails the test."""
+    contexts, problems = [], []
+
+    def make(url, wait="ready", **options):
+        contexts.append(chromium.new_context(**options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(url)
+        if wait:
+            page.get_by_role("status").get_by_text(wait).wait_for()
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert problems == []
