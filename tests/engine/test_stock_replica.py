@@ -12,10 +12,11 @@ import psutil
 import pytest
 import torch
 from answers import PROMPT, check, check_interleaved, greedy
-from live_engine import STOCK
+from live_engine import STOCK, STOCK_APART
 
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.types import AdamParams, SampleRequest, SamplingParams
+from verl_tinker.models import resolve_model
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.full]
 
@@ -106,3 +107,22 @@ def test_two_workers_serve_as_two_replicas_or_as_one(engines, tmp_path, shards, 
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={shards}", replica="stock", takes_turns=True)
     assert len(live.engine.sampler.replicas.ranks) == replicas
     check_interleaved(live, tmp_path)
+
+
+def test_a_sampler_and_a_teacher_have_gpus_of_their_own_and_outlive_the_death_of_vllm(engines, tmp_path):
+    live = engines.get(*STOCK_APART, replica="stock")
+    check_interleaved(live, tmp_path)
+    taught = plain.load_model(resolve_model("bundled:tiny-tied"))
+    check(live.do(live.engine.sample("teachers/t", 0, greedy())), 0, taught)
+    cores = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    assert len(cores) == 2
+
+    async def kill():
+        for core in cores:
+            core.kill()
+        await live.engine.check()
+        return await asyncio.gather(live.engine.sample(live.name, 0, greedy()), live.engine.sample("teachers/t", 0, greedy()))
+
+    ours, theirs = live.do(kill())
+    check(ours, 0, plain.load_model(live.settings.model_folder))
+    check(theirs, 0, taught)

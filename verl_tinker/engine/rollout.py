@@ -61,7 +61,8 @@ def actor_replica(settings: EngineSettings, rank: int, environment: dict[str, st
     if settings.replica == "in_process":
         args = in_process_args(settings.model_folder, context, settings.rollout_args, versions)
         return _in_process(rank, verl.rollout, verl.model, args, environment)
-    return _stock(settings, rank, _told(verl.rollout, versions, context), verl.model, environment, f"{nth}")
+    per_node = verl.rollout.n_gpus_per_node if settings.rollout_replicas else settings.n_workers_per_node
+    return _stock(rank, _told(verl.rollout, versions, context), verl.model, per_node, environment, f"{nth}")
 
 
 def teacher_replica(settings: EngineSettings, teacher: TeacherSettings, rank: int, environment: dict[str, str],
@@ -74,7 +75,7 @@ def teacher_replica(settings: EngineSettings, teacher: TeacherSettings, rank: in
         return _in_process(rank, teacher.rollout, model, args, environment)
     # Its weights never come from a trainer.
     rollout = OmegaConf.merge(_told(teacher.rollout, frozen, teacher.max_context), {"load_format": "auto"})
-    return _stock(settings, rank, rollout, model, environment, f"{teacher.key}_{nth}", is_teacher_model=True)
+    return _stock(rank, rollout, model, rollout.n_gpus_per_node, environment, f"{teacher.key}_{nth}", is_teacher_model=True)
 
 
 def _in_process(rank: int, rollout: Any, model: Any, args: dict[str, Any], environment: dict[str, str]) -> RolloutReplica:
@@ -89,10 +90,10 @@ def _told(rollout: Any, args: dict[str, Any], max_context: int) -> Any:
     return OmegaConf.merge({"engine_kwargs": {"vllm": args}}, rollout, {"max_model_len": max_context})
 
 
-def _stock(settings: EngineSettings, rank: int, rollout: Any, model: Any, environment: dict[str, str], suffix: str,
+def _stock(rank: int, rollout: Any, model: Any, gpus_per_node: int, environment: dict[str, str], suffix: str,
            **kind: bool) -> RolloutReplica:
     return RolloutReplicaRegistry.get("vllm_versions")(
-        replica_rank=rank, config=rollout, model_config=model, gpus_per_node=settings.n_workers_per_node,
+        replica_rank=rank, config=rollout, model_config=model, gpus_per_node=gpus_per_node,
         # Ray gives a dead server's name back late, so none is used twice.
         name_suffix=suffix,
         # `prompt_logprobs` corrects the first version of vLLM's model runner.
