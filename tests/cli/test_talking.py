@@ -54,6 +54,7 @@ def test_commands_of_this_machine_are_those_of_their_modules(command_for, tmp_pa
     assert key.startswith("tml-") and "alice" in (tmp_path / "keys.json").read_text()
     assert "--set KEY=VALUE" in command("start", "--help").stdout
     assert "--name" in command("checkpoints", "import", "--help").stdout
+    assert "--gpus-per-node" in command("plan", "--help").stdout
     result = command("check", "--config", "configs/quick_start/cpu.yaml", "--set", "server.prot=1", status=1)
     assert "server.prot" in str(result.exception.code)
 

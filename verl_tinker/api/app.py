@@ -29,6 +29,7 @@ from verl_tinker.api import (
     tracing,
 )
 from verl_tinker.api.codec import WireCodec
+from verl_tinker.api.machine import Machine
 from verl_tinker.api.requests import Watched
 from verl_tinker.chat import Tokenizers
 from verl_tinker.core.access import Keys
@@ -56,11 +57,7 @@ def create_app(
     """
     app = FastAPI(title="verl-tinker", lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.state.metrics = metrics.Metrics(service)
-    service.watchers.add(app.state.metrics)
-    app.state.tracer_provider = tracer_provider or tracing.provider_from_environment()
-    if app.state.tracer_provider is not None:
-        service.watchers.add(tracing.Traces(app.state.tracer_provider))
+    _add_watchers(app, service, tracer_provider or tracing.provider_from_environment())
     service.futures.codec = WireCodec()
     app.state.keys = keys
     app.state.tokenizers = tokenizers
@@ -70,6 +67,24 @@ def create_app(
     app.state.client_config, app.state.dynamic_config = flags.chosen(changed_flags)
     # Two at once keep the memory of hostile or merely big bodies within bounds.
     app.state.decompressing = asyncio.Semaphore(2)
+    _add_routes(app)
+    errors.install(app)
+    # Added last, so that it goes around all else.
+    app.add_middleware(Watched, watchers=service.watchers)
+    describe.install(app)
+    return app
+
+
+def _add_watchers(app: FastAPI, service: Service, tracer_provider: TracerProvider | None) -> None:
+    app.state.machine = Machine()
+    app.state.metrics = metrics.Metrics(service)
+    service.watchers.add(app.state.metrics)
+    app.state.tracer_provider = tracer_provider
+    if tracer_provider is not None:
+        service.watchers.add(tracing.Traces(tracer_provider))
+
+
+def _add_routes(app: FastAPI) -> None:
     for router in (
         routes_server.open_router,
         routes_futures.open_router,
@@ -87,11 +102,6 @@ def create_app(
         app.include_router(openai.router, prefix=prefix)
     app.include_router(metrics.router)
     app.include_router(dashboard.page_router)
-    errors.install(app)
-    # Added last, so that it goes around all else.
-    app.add_middleware(Watched, watchers=service.watchers)
-    describe.install(app)
-    return app
 
 
 @asynccontextmanager

@@ -19,7 +19,6 @@ from fastapi.responses import FileResponse, StreamingResponse
 from verl_tinker import __version__
 from verl_tinker.api.auth import CallerDep
 from verl_tinker.api.context import ServiceDep
-from verl_tinker.api.machine import gpu_memory, own_memory, worker_memory
 from verl_tinker.core.access import Caller
 from verl_tinker.core.service import Service
 
@@ -35,9 +34,9 @@ page_router = APIRouter()
 
 
 @router.get("/overview")
-async def overview(service: ServiceDep, caller: CallerDep) -> dict:
+async def overview(request: Request, service: ServiceDep, caller: CallerDep) -> dict:
     """The state of the server and of what is the caller's; works while the server starts, and after it has failed."""
-    return _plain(await _view(service, caller))
+    return _plain(await _view(request, service, caller))
 
 
 @router.get("/overview/points")
@@ -55,7 +54,7 @@ async def events(request: Request, service: ServiceDep, caller: CallerDep) -> St
         seen: dict[str, int] = {}
         # Until the server stops, which is the last thing that is told.
         while True:
-            view = await _view(service, caller)
+            view = await _view(request, service, caller)
             view["points"] = {}
             for run in view["runs"]:
                 new = service.history.points(run["run_id"], seen.get(run["run_id"], 0))
@@ -87,14 +86,13 @@ def _file(name: str) -> FileResponse:
     return FileResponse(_FOLDER / name, headers=_HEADERS)
 
 
-async def _view(service: Service, caller: Caller) -> dict[str, Any]:
-    look = service.overview
-    memory, gpus = await asyncio.to_thread(lambda: ({"server": own_memory()} | worker_memory(), gpu_memory()))
+async def _view(request: Request, service: Service, caller: Caller) -> dict[str, Any]:
+    look, memory = service.overview, await request.app.state.machine.memory()
     return {
         "server": look.server() | {"version": __version__}, "load": look.load(), "runs": look.runs(caller),
         "operations": [asdict(waiting) for waiting in look.operations(caller)], "versions": look.versions(caller),
-        "errors": look.errors(caller), "memory": memory,
-        "gpus": [{"gpu": gpu, "used": used, "total": total} for gpu, used, total in gpus]}
+        "errors": look.errors(caller), "memory": {"server": memory.own} | memory.workers,
+        "gpus": [{"gpu": gpu, "used": used, "total": total} for gpu, used, total in memory.gpus]}
 
 
 def _plain(value: Any) -> Any:

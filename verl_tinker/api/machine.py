@@ -1,16 +1,46 @@
 """Memory of this machine's processes and GPUs, as the operating system and the driver tell it.
 
-Owns the reading. Keeps nothing; what lies on other machines is not seen.
+Owns the reading, and how often it is done. What lies on other machines is not seen.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 _UNTITLED = "other"
+# Reading goes through all processes of the machine, which holds up other threads for some milliseconds.
+_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Resident bytes of this process and of those below it by title, and number, used and whole bytes of each GPU."""
+
+    own: int
+    workers: dict[str, int]
+    gpus: list[tuple[str, int, int]]
+
+
+class Machine:
+    """Reads the memory in a thread, and again when what it has is older than some seconds."""
+
+    def __init__(self):
+        self._read: Memory | None = None
+        self._at = 0.0
+        self._reading = asyncio.Lock()
+
+    async def memory(self) -> Memory:
+        async with self._reading:
+            if self._read is None or time.monotonic() - self._at > _SECONDS:
+                self._read = await asyncio.to_thread(lambda: Memory(own_memory(), worker_memory(), gpu_memory()))
+                self._at = time.monotonic()
+            return self._read
 
 
 def own_memory() -> int:

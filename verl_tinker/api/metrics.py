@@ -5,8 +5,6 @@ Owns the names and their labels. Labels never name users, runs or paths, so that
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from verl_tinker import __version__
 from verl_tinker.api.auth import CallerDep
-from verl_tinker.api.machine import gpu_memory, worker_memory
+from verl_tinker.api.machine import Memory
 from verl_tinker.core.errors import EngineError
 from verl_tinker.core.futures import Future
 from verl_tinker.core.service import Service
@@ -35,7 +33,7 @@ router = APIRouter()
 async def metrics(request: Request, caller: CallerDep) -> Response:
     """All metrics, in the format that the scraper asks for. Needs a key where the server has keys; works while it starts."""
     found: Metrics = request.app.state.metrics
-    await found.measure()
+    found.measured(await request.app.state.machine.memory())
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(found.registry), media_type=content_type)
 
@@ -62,9 +60,9 @@ class Metrics(Watcher):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
 
-    async def measure(self) -> None:
-        """Read what takes longer than a moment, beside the event loop."""
-        self._held.workers, self._held.gpus = await asyncio.to_thread(lambda: (worker_memory(), gpu_memory()))
+    def measured(self, memory: Memory) -> None:
+        """What the next scrape is to say of the machine."""
+        self._held.workers, self._held.gpus = memory.workers, memory.gpus
 
     def accepted(self, future: Future) -> None:
         self._held.waiting[future.request_id] = future.kind

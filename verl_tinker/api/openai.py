@@ -24,7 +24,7 @@ from verl_tinker.api.openai_errors import SHAPE, OpenAiRoute, as_refused, body_o
 from verl_tinker.api.openai_wire import ChatCompletion, Completing, Completion, Refused
 from verl_tinker.api.wire_catalog import LOCAL
 from verl_tinker.core.access import Caller
-from verl_tinker.core.errors import NotFound, TinkerError
+from verl_tinker.core.errors import NotFound
 from verl_tinker.core.futures import Future
 from verl_tinker.core.service import Service
 from verl_tinker.core.types import BaseModelInfo, SampleRequest, SampleResult
@@ -203,7 +203,7 @@ async def _deliver(
                 found = await _results(request, service, futures, QUIET_SECONDS)
             for part in await asyncio.to_thread(lambda: list(events(finish(found)))):
                 yield part
-        except (TinkerError, Refused) as error:
+        except Exception as error:
             yield openai_answer.event(body_of(as_refused(error)))
         finally:
             _cancel(service, futures)

@@ -5,6 +5,7 @@ Owns which type and code a refusal has. Does not decide what is refused.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,7 +18,9 @@ from starlette.responses import Response
 
 from verl_tinker.api.errors import status_of
 from verl_tinker.api.openai_wire import Refused
-from verl_tinker.core.errors import TinkerError
+from verl_tinker.core.errors import TinkerError, without_paths
+
+log = logging.getLogger(__name__)
 
 # What the core says of a field begins with its name, in the words of the Tinker API.
 _FIELD = re.compile(r"(?:sampling_params\.)?([a-z_]+(?:\.\w+)*)(?:\[|:| is | holds | mixes )")
@@ -42,7 +45,7 @@ class OpenAiRoute(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except (Refused, TinkerError, HTTPException, RequestValidationError) as error:
+            except Exception as error:
                 return refusal(error)
 
         return answer
@@ -70,7 +73,10 @@ def as_refused(error: Exception) -> Refused:
     elif isinstance(error, HTTPException):
         # Their word for fields that cannot be read is 400.
         status, message = (400 if error.status_code == 422 else error.status_code), str(error.detail)
-    else:
+    elif isinstance(error, RequestValidationError):
         status, message = 400, "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+    else:
+        log.error("an OpenAI request failed", exc_info=error)
+        return Refused(500, f"failed inside the server, whose log has more: {without_paths(f'{type(error).__name__}: {error}')}")
     field = _FIELD.match(message) if status == 400 else None
     return Refused(status, message, _NAMES.get(field[1], field[1]) if field else None)

@@ -35,6 +35,6 @@ def called(module: str, name: str, arguments: tuple[str, ...]) -> None:
 
 start = _passing("start", "verl_tinker.start", "Start a server; the same as python -m verl_tinker.start.")
 check = _passing("check", "verl_tinker.start", "Check a preset, print the result and start nothing.", "--check")
-plan = _passing("plan", "verl_tinker.plan", "Tell where each part of a preset would run and what memory it needs.")
+plan = _passing("plan", "verl_tinker.plan.__main__", "Tell where each part of a preset would run and what memory it needs.")
 keys = _passing("keys", "verl_tinker.keys", "Make, list and remove API keys.")
 doctor = _passing("doctor", "verl_tinker.doctor", "Tell what is wrong with this machine, and what to do about it.")

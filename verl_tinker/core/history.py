@@ -73,6 +73,10 @@ class History(Watcher):
         curve = self._curves.get(run_id)
         return [point for point in curve.points if point.step > after] if curve else []
 
+    def last(self, run_id: str) -> Point | None:
+        curve = self._curves.get(run_id)
+        return curve.points[-1] if curve and curve.points else None
+
     def rates(self, seconds: int) -> dict[str, float]:
         """Tokens each second, over the last `seconds`."""
         since = time.time() - seconds

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from verl_tinker.core.access import Caller, may_see
+from verl_tinker.core.futures import Future
 from verl_tinker.core.runs import Run
 from verl_tinker.core.versions import Version
 
@@ -56,14 +58,18 @@ class Overview:
 
     def runs(self, caller: Caller) -> list[dict[str, Any]]:
         """The live runs, newest first."""
+        pending: dict[str | None, list[Future]] = {}
+        for future in self._service.futures.all_pending():
+            pending.setdefault(future.model_id, []).append(future)
         own = [run for run in self._service.runs.all() if may_see(caller, run.session.owner)]
-        return [self._run(run) for run in sorted(own, key=lambda run: run.created, reverse=True)]
+        return [self._run(run, pending.get(run.run_id, []))
+                for run in sorted(own, key=lambda run: run.created, reverse=True)]
 
     def operations(self, caller: Caller, most: int = 100) -> list[Waiting]:
         """What is pending, the oldest first."""
         now = time.monotonic()
-        own = [f for f in self._service.futures.all_pending() if may_see(caller, f.owner)]
-        return [Waiting(f.request_id, f.kind, f.model_id, now - f.accepted_at, f.state()) for f in own[:most]]
+        own = (f for f in self._service.futures.all_pending() if may_see(caller, f.owner))
+        return [Waiting(f.request_id, f.kind, f.model_id, now - f.accepted_at, f.state()) for f in islice(own, most)]
 
     def versions(self, caller: Caller) -> list[dict[str, Any]]:
         """Which weights can be sampled now, and by which samplers they are asked for."""
@@ -74,16 +80,15 @@ class Overview:
         own = [failure for failure in self._service.history.errors if may_see(caller, failure.owner)]
         return [{k: v for k, v in asdict(failure).items() if k != "owner"} for failure in reversed(own)][:_ERRORS]
 
-    def _run(self, run: Run) -> dict[str, Any]:
-        points = self._service.history.points(run.run_id)
-        pending = [f for f in self._service.futures.all_pending() if f.model_id == run.run_id]
+    def _run(self, run: Run, pending: list[Future]) -> dict[str, Any]:
+        last = self._service.history.last(run.run_id)
         return {
             "run_id": run.run_id, "base_model": run.spec.base_model,
             "lora_rank": run.spec.lora.rank if run.spec.lora else None, "owner": run.session.owner,
             "name": run.session.facts.display_name, "created": run.created,
             "last_request": run.last_request, "place": "disk" if run.parked else "memory", "weights_version": run.version,
             "notes": run.notes, "user_metadata": run.user_metadata,
-            "steps": points[-1].step if points else 0, "last": points[-1].values if points else {},
+            "steps": last.step if last else 0, "last": last.values if last else {},
             "waiting": sum(f.began_at is None for f in pending),
             "running": next((f.kind for f in pending if f.began_at is not None), None)}
 

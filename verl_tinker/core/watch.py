@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl_tinker.engine.base import Engine
@@ -69,14 +70,14 @@ class Watchers(Watcher):
     def engine_call(self, name: str) -> Iterator[None]:
         with ExitStack() as stack:
             for watcher in self._all:
-                stack.enter_context(watcher.engine_call(name))
+                stack.enter_context(_harmless(partial(watcher.engine_call, name)))
             yield
 
     @contextmanager
     def http_request(self, scope: dict) -> Iterator[None]:
         with ExitStack() as stack:
             for watcher in self._all:
-                stack.enter_context(watcher.http_request(scope))
+                stack.enter_context(_harmless(partial(watcher.http_request, scope)))
             yield
 
     def _tell(self, what: Callable[[Watcher], None]) -> None:
@@ -85,6 +86,30 @@ class Watchers(Watcher):
                 what(watcher)
             except Exception:
                 log.exception("%s failed", type(watcher).__name__)
+
+
+class _harmless:
+    """A watcher's context manager, whose own errors are logged and never those of the work inside it."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager]):
+        self._make = make
+        self._manager: AbstractContextManager | None = None
+
+    def __enter__(self) -> None:
+        try:
+            manager = self._make()
+            manager.__enter__()
+            self._manager = manager
+        except Exception:
+            log.exception("a watcher failed")
+
+    def __exit__(self, *error: Any) -> bool:
+        try:
+            if self._manager is not None:
+                self._manager.__exit__(*error)
+        except Exception:
+            log.exception("a watcher failed")
+        return False
 
 
 def _watched(name: str) -> Callable[..., Awaitable[Any]]:
