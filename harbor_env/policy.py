@@ -37,18 +37,31 @@ class Sampler(Protocol):
 
 
 class TinkerSampler:
-    """A Tinker sampling client as a Sampler. `seed` makes the draws repeatable: each call adds one to it."""
+    """A Tinker sampling client as a Sampler. `seed` makes the draws repeatable: each call adds one to it.
 
-    def __init__(self, client: tinker.SamplingClient, temperature: float = 1.0, seed: int | None = None):
-        self._client, self._temperature, self._seed = client, temperature, seed
+    `died` is done, with the reason, when the server has ended: the SDK would go on asking it.
+    """
+
+    def __init__(self, client: tinker.SamplingClient, temperature: float = 1.0, seed: int | None = None,
+                 died: asyncio.Future[str] | None = None):
+        self._client, self._temperature, self._seed, self._died = client, temperature, seed, died
 
     async def sample(self, prompt, max_tokens, stop):
         params = tinker.SamplingParams(max_tokens=max_tokens, temperature=self._temperature, stop=stop, seed=self._seed)
         if self._seed is not None:
             self._seed += 1
-        result = await self._client.sample(tinker.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params)
-        sequence = result.sequences[0]
+        asked = asyncio.ensure_future(self._ask(prompt, params))
+        try:
+            await asyncio.wait({asked, self._died} if self._died else {asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise ConnectionError(self._died.result())
+            sequence = asked.result().sequences[0]
+        finally:
+            asked.cancel()
         return Sampled(list(sequence.tokens), list(sequence.logprobs), sequence.stop_reason)
+
+    async def _ask(self, prompt: list[int], params: tinker.SamplingParams) -> tinker.SampleResponse:
+        return await self._client.sample(tinker.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params)
 
 
 class Policy:

@@ -1,6 +1,6 @@
 """A sandbox as the rest of the package sees it: commands with their real exit codes, text files, and its end.
 
-Owns the protocol. ROCK's implementation is `harbor_env.rock`; the tests have one on their own machine.
+Owns the protocol. ROCK's implementation is `harbor_env.rock_sandbox`; the tests have one on their own machine.
 """
 
 from __future__ import annotations

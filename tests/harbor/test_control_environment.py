@@ -14,13 +14,13 @@ from environments import ROOT
 FILES = sorted((Path(__file__).parent / "client").glob("client_*.py"))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_in_the_control_environment(control_environment, file):
     python, variables = control_environment
     done = subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", file], cwd=ROOT, env={**os.environ, **variables},
-        capture_output=True, text=True, timeout=800)
+        capture_output=True, text=True, timeout=1750)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 0 and "skipped" not in done.stdout
 

@@ -25,6 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 
 async def serve(options: argparse.Namespace) -> None:
+    import fake_engine
     import uvicorn
     from fake_engine import FakeEngine
 
@@ -34,6 +35,7 @@ async def serve(options: argparse.Namespace) -> None:
     from verl_tinker.core.futures import Limits
     from verl_tinker.core.service import Service
 
+    fake_engine.CONTEXT, fake_engine.VOCAB = options.context, options.vocab
     engine = FakeEngine(delay=options.delay)
     service = Service(
         engine, options.folder, max_runs=1000, session_timeout_s=options.session_timeout,
@@ -98,6 +100,8 @@ def main() -> None:
     parser.add_argument("--max-waiting-samples", type=int, default=20_000)
     parser.add_argument("--kept-results", type=int, default=20_000)
     parser.add_argument("--session-timeout", type=float, default=900.0)
+    parser.add_argument("--context", type=int, default=64, help="the longest sequence in tokens")
+    parser.add_argument("--vocab", type=int, default=1000)
     asyncio.run(serve(parser.parse_args()))
 
 

@@ -15,7 +15,7 @@ from harbor_env.detached import Detached
 from harbor_env.errors import RockUnreachable, SandboxDied, SandboxNotStarted
 from harbor_env.model_service import ModelService
 from harbor_env.pull import Patience, PullRunner
-from harbor_env.rock import RockSandbox, RockSettings, close_left_over, rock_sandbox
+from harbor_env.rock_sandbox import RockSandbox, RockSettings, close_left_over, rock_sandbox
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -145,7 +145,7 @@ def test_a_cancelled_start_leaves_no_sandbox(admin, tmp_path):
 HOLD = """
 import asyncio, sys
 from pathlib import Path
-from harbor_env.rock import RockSettings, rock_sandbox
+from harbor_env.rock_sandbox import RockSettings, rock_sandbox
 
 async def work():
     async with rock_sandbox(RockSettings(base_url=sys.argv[1], image="task:1"), Path(sys.argv[2])):
