@@ -1,36 +1,22 @@
 """A headless Chromium, servers that it looks at, and screenshots that are kept."""
 
-import os
-import shutil
-from pathlib import Path
-
 import pytest
+from browser import chromium as headless
+from browser import pictures
 from fake_engine import BASE
-from playwright.sync_api import sync_playwright
 from raw import Raw
 from server import TestServer
 from talking import TalkingEngine
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-
-
 @pytest.fixture(scope="session")
 def screenshots():
-    """Where pictures are kept; a folder of the checkout that git ignores, unless SCREENSHOTS names another."""
-    folder = Path(os.environ.get("SCREENSHOTS") or Path(__file__).parents[2] / "runs" / "screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return pictures()
 
 
 @pytest.fixture(scope="session")
 def chromium():
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
-    assert program, "no Chromium is installed; run tools/install_browser.sh"
-    with sync_playwright() as playwright:
-        # Root, as which CI runs, has no sandbox.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with headless() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -155,6 +155,17 @@ def test_a_failed_sample_is_a_server_error(server, client):
     assert error.type == "server_error" and "the sampler died" in error.message
 
 
+def test_what_fails_inside_the_server_has_the_same_shape(client, monkeypatch):
+    def broken(self, tokens, text):
+        raise RuntimeError("no such token in /srv/models/tokenizer.json")
+
+    monkeypatch.setattr("verl_tinker.chat.Chat.pieces", broken)
+    error = refused(client.chat.completions.create, openai.InternalServerError, messages=HELLO)
+    assert error.type == "server_error" and "no such token in tokenizer.json" in error.message
+    with pytest.raises(openai.APIError, match="no such token in tokenizer.json"):
+        list(client.chat.completions.create(model=BASE, messages=HELLO, stream=True))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_sample_of_a_client_that_goes_away_is_cancelled(server, stream, monkeypatch):
     monkeypatch.setattr(routes, "QUIET_SECONDS", 0.05)

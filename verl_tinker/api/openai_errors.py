@@ -77,6 +77,7 @@ def as_refused(error: Exception) -> Refused:
         status, message = 400, "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
     else:
         log.error("an OpenAI request failed", exc_info=error)
-        return Refused(500, f"failed inside the server, whose log has more: {without_paths(f'{type(error).__name__}: {error}')}")
+        reason = without_paths(f"{type(error).__name__}: {error}")
+        return Refused(500, f"the request failed inside the server, whose log has more: {reason}")
     field = _FIELD.match(message) if status == 400 else None
     return Refused(status, message, _NAMES.get(field[1], field[1]) if field else None)

@@ -52,10 +52,12 @@ class Card {
   show(run, points) {
     const shape = run.lora_rank ? `adapter of rank ${run.lora_rank}` : "all weights";
     const now = run.running ?? (run.place === "disk" ? "parked on disk" : "rests");
-    this.facts.textContent = `${run.base_model}, ${shape}, step ${run.steps}, weights version ${run.weights_version}; ${now}` +
-      (run.waiting ? `, ${run.waiting} waiting` : "");
+    const waiting = run.waiting ? `, ${run.waiting} waiting` : "";
+    this.facts.textContent =
+      `${run.base_model}, ${shape}, step ${run.steps}, weights version ${run.weights_version}; ${now}${waiting}`;
     const named = new Set(points.flatMap((point) => Object.keys(point.values)).filter((name) => !HIDDEN.has(name)));
-    const names = [...FIRST.filter((name) => named.has(name)), ...[...named].filter((name) => !FIRST.includes(name)).sort()];
+    const others = [...named].filter((name) => !FIRST.includes(name)).sort();
+    const names = [...FIRST.filter((name) => named.has(name)), ...others];
     for (const name of names) {
       if (!this.charts.has(name)) this.charts.set(name, new Chart(this.grid, run.run_id, name));
       this.charts.get(name).show(points.filter((point) => name in point.values)
@@ -71,7 +73,8 @@ class Chart {
     this.name = NAMES[name] ?? name;
     this.run = run;
     this.value = make("output");
-    this.svg = drawing("svg", { class: "curve", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
+    this.svg = drawing("svg", {
+      class: "curve", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: 0 });
     this.line = drawing("path", { class: "line" });
     this.mark = drawing("line", { class: "mark", y1: 0, y2: HEIGHT, visibility: "hidden" });
     this.svg.append(drawing("rect", { class: "frame", width: WIDTH, height: HEIGHT }), this.line, this.mark);
@@ -79,7 +82,8 @@ class Chart {
     this.to = make("span");
     this.top = make("span", { className: "high" });
     this.bottom = make("span", { className: "low" });
-    place.append(make("figure", { "data-metric": name }, make("figcaption", {}, make("span", { textContent: this.name }), this.value),
+    place.append(make("figure", {},
+      make("figcaption", {}, make("span", { textContent: this.name }), this.value),
       make("div", { className: "plot" }, this.svg, this.top, this.bottom),
       make("div", { className: "range" }, this.from, this.to)));
     this.svg.addEventListener("pointermove", (event) => {
@@ -93,7 +97,9 @@ class Chart {
 
   key(event) {
     const last = this.data.length - 1;
-    const to = { ArrowLeft: (this.at ?? last + 1) - 1, ArrowRight: (this.at ?? last) + 1, Home: 0, End: last, Escape: null }[event.key];
+    const keys = {
+      ArrowLeft: (this.at ?? last + 1) - 1, ArrowRight: (this.at ?? last) + 1, Home: 0, End: last, Escape: null };
+    const to = keys[event.key];
     if (to === undefined) return;
     event.preventDefault();
     this.read(to);
@@ -111,7 +117,8 @@ class Chart {
     this.high = Math.max(...values);
     const [first, last] = [data[0][0], data[data.length - 1][0]];
     this.x = (step) => (last === first ? WIDTH / 2 : ((step - first) / (last - first)) * WIDTH);
-    const y = (value) => (this.high === this.low ? HEIGHT / 2 : HEIGHT - 4 - ((value - this.low) / (this.high - this.low)) * (HEIGHT - 8));
+    const scale = this.high === this.low ? 0 : (HEIGHT - 8) / (this.high - this.low);
+    const y = (value) => (scale ? HEIGHT - 4 - (value - this.low) * scale : HEIGHT / 2);
     const dots = data.map(([step, value]) => `${this.x(step).toFixed(1)} ${y(value).toFixed(1)}`);
     // One point alone would be no line to see.
     this.line.setAttribute("d", dots.length > 1 ? `M${dots.join("L")}` : `M0 ${HEIGHT / 2}H${WIDTH}`);
@@ -128,7 +135,7 @@ class Chart {
     this.mark.setAttribute("visibility", this.at === null ? "hidden" : "visible");
     this.mark.setAttribute("x1", this.x(step));
     this.mark.setAttribute("x2", this.x(step));
-    this.svg.setAttribute("aria-label", `${this.name} of ${this.run}: ${short(value)} at step ${step}, between ${short(this.low)} and ` +
-      `${short(this.high)}`);
+    const range = `between ${short(this.low)} and ${short(this.high)}`;
+    this.svg.setAttribute("aria-label", `${this.name} of ${this.run}: ${short(value)} at step ${step}, ${range}`);
   }
 }

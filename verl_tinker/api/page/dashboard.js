@@ -33,7 +33,6 @@ function span(seconds) {
   return `${Math.max(0, Math.round(seconds))} s`;
 }
 
-const ago = (seconds) => `${span(Date.now() / 1000 - seconds)} ago`;
 const total = (counts) => Object.values(counts).reduce((sum, count) => sum + count, 0);
 
 function say(text) {
@@ -94,8 +93,10 @@ function state(kind, text) {
 
 function show(seen) {
   const { server, load } = seen;
-  state(server.status, { ok: "ready", starting: `starting: ${server.phase}`, failed: `failed: ${server.reason}` }[server.status]);
-  $("about").textContent = `${server.models.map((model) => model.name).join(", ")}, up ${span(server.up_s)}, ${server.version}`;
+  const states = { ok: "ready", starting: `starting: ${server.phase}`, failed: `failed: ${server.reason}` };
+  state(server.status, states[server.status]);
+  const models = server.models.map((model) => model.name).join(", ");
+  $("about").textContent = `${models}, up ${span(server.up_s)}, ${server.version}`;
   const rates = load.tokens_per_second;
   const held = total(seen.memory);
   draw("load", [load, held >> 20, server.weight_mismatches], () => [
@@ -111,7 +112,8 @@ function show(seen) {
   versions(seen.versions);
   draw("errors", seen.errors, () => table("Recent errors", [["when"], ["operation"], ["whose"], ["what"]],
     seen.errors.map((error) => [new Date(error.time * 1000).toLocaleTimeString(), `${error.kind} ${error.model_id ?? ""}`,
-      make("span", { className: error.category, textContent: error.category }), error.text]), "None since the server started."));
+      make("span", { className: error.category, textContent: error.category }), error.text]),
+    "None since the server started."));
   memory(seen);
 }
 
@@ -134,7 +136,8 @@ function memory({ memory: processes, gpus }) {
   const most = Math.max(...Object.values(processes), 1);
   const bar = (used, of, text) => make("div", { className: "bar", role: "img", ariaLabel: text },
     make("i", { style: `width: ${(100 * used / of).toFixed(1)}%` }));
-  const rows = Object.entries(processes).sort(([, a], [, b]) => b - a).map(([name, bytes]) => [name, bytes, most, size(bytes)]);
+  const rows = Object.entries(processes).sort(([, a], [, b]) => b - a)
+    .map(([name, bytes]) => [name, bytes, most, size(bytes)]);
   for (const { gpu, used, total } of gpus) rows.push([`GPU ${gpu}`, used, total, `${size(used)} of ${size(total)}`]);
   draw("memory", rows, () => table("Memory", [["process"], ["resident", "number"], ["share"]],
     rows.map(([name, used, of, text]) => [name, text, bar(used, of, `${name}: ${text}`)]), ""));
@@ -154,15 +157,16 @@ async function checkpoints() {
   } catch {
     return; // The stream tells what is wrong.
   }
-  draw("checkpoints", found, () => table("Checkpoints", [["path"], ["size", "number"], ["saved"], ["actions"]], found.map((one) => [
-    make("code", { textContent: one.tinker_path }), size(one.size_bytes), new Date(one.time).toLocaleString(), actions(one)]),
-  "None saved."));
+  draw("checkpoints", found, () => table("Checkpoints", [["path"], ["size", "number"], ["saved"], ["actions"]],
+    found.map((one) => [make("code", { textContent: one.tinker_path }), size(one.size_bytes),
+      new Date(one.time).toLocaleString(), actions(one)]), "None saved."));
 }
 
 function actions(checkpoint) {
   const path = checkpoint.tinker_path;
   const download = make("button", { type: "button", textContent: "Download", ariaLabel: `Download ${path}` });
-  const remove = make("button", { type: "button", className: "danger", textContent: "Delete", ariaLabel: `Delete ${path}` });
+  const remove = make("button", {
+    type: "button", className: "danger", textContent: "Delete", ariaLabel: `Delete ${path}` });
   download.onclick = () => tried(async () => {
     // The redirect leads to a signed link, which needs no key and which the browser itself fetches.
     const stop = new AbortController();
