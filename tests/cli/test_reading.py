@@ -20,7 +20,8 @@ def test_status_says_what_runs_what_waits_and_what_failed(server, command, raw):
     raw.optim_step(8)
     wait_until(lambda: command.json("status")["load"]["running"])
     seen = command.json("status")
-    assert seen["server"]["status"] == "ok" and [m["name"] for m in seen["server"]["models"]] == [BASE, "fake/mute"]
+    assert seen["server"]["status"] == "ok" and [m["name"] for m in seen["server"]["models"]] == [
+        BASE, "fake/teacher", "fake/mute"]
     (run,) = seen["runs"]
     assert (run["run_id"], run["running"], run["steps"], run["weights_version"]) == (raw.model, "forward_backward", 1, 2)
     assert run["waiting"] == 2 and run["last"]["grad_norm"] == pytest.approx(4.0)

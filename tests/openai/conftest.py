@@ -7,7 +7,7 @@ import pytest
 from fake_engine import BASE
 from raw import Raw
 from server import TestServer
-from talking import TalkingEngine, save_tokenizer
+from talking import TEACHER, TalkingEngine, save_tokenizer
 
 from verl_tinker.chat import Tokenizers
 
@@ -23,7 +23,7 @@ def start(tmp_path, tokenizer_folder):
     servers = []
 
     def begin(folder=tokenizer_folder, **options):
-        options.setdefault("tokenizers", Tokenizers({BASE: folder}))
+        options.setdefault("tokenizers", Tokenizers({BASE: folder, TEACHER: folder}))
         servers.append(TestServer(tmp_path / f"server-{len(servers)}", engine=TalkingEngine(), **options))
         return servers[-1]
 

@@ -2,7 +2,7 @@
 
 import pytest
 from fake_engine import BASE
-from talking import END
+from talking import END, TEACHER
 
 pytestmark = pytest.mark.timeout(180)
 HELLO = [{"role": "user", "content": "Hello?"}]
@@ -29,15 +29,20 @@ def test_a_path_answers_with_its_own_weights_while_the_base_keeps_its(client, tr
     assert client.chat.completions.create(model=BASE, messages=HELLO).choices[0].message.content == "I have weight 0."
 
 
+def test_a_teacher_answers_by_its_name(server, client):
+    assert client.chat.completions.create(model=TEACHER, messages=HELLO).choices[0].message.content == "I have weight 0."
+    assert server.engine.asked == [TEACHER]
+
+
 def test_the_hosted_prefix_and_the_other_header_lead_to_the_same(server, connect):
     hosted = connect(server, prefix="/oai/api/v1")
     assert hosted.chat.completions.create(model=BASE, messages=HELLO).choices[0].message.content == "I have weight 0."
-    assert [model.id for model in hosted.models.list()] == [BASE]
+    assert [model.id for model in hosted.models.list()] == [BASE, TEACHER]
 
 
 def test_models_are_the_sampleable_bases_and_the_callers_sampler_weights(client, trained):
     listed = {model.id: model for model in client.models.list()}
-    assert list(listed) == [BASE, trained.path]
+    assert list(listed) == [BASE, TEACHER, trained.path]
     assert listed[trained.path].root == BASE and listed[trained.path].created > 0
     assert client.models.retrieve(trained.path).id == trained.path
     assert client.models.retrieve(BASE).max_model_len == 4096

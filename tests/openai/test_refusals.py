@@ -7,6 +7,7 @@ import openai
 import pytest
 from fake_engine import BASE
 from server import wait_until
+from talking import TEACHER
 
 from verl_tinker.api import openai as routes
 from verl_tinker.core.access import Keys
@@ -120,7 +121,7 @@ def test_anothers_weights_are_not_there_until_they_are_published(keyed, connect)
     server, secrets, trained = keyed
     alice, bob = (connect(server, secrets[name]) for name in ("alice", "bob"))
     assert alice.chat.completions.create(model=trained.path, messages=HELLO).choices
-    assert [model.id for model in bob.models.list()] == [BASE]
+    assert [model.id for model in bob.models.list()] == [BASE, TEACHER]
     mine = refused(bob.chat.completions.create, openai.NotFoundError, model=trained.path, messages=HELLO).message
     nowhere = trained.path.replace("first", "never")
     assert refused(bob.chat.completions.create, openai.NotFoundError, model=nowhere, messages=HELLO).message \

@@ -14,6 +14,7 @@ from fake_engine import BASE, VOCAB, FakeEngine
 from verl_tinker.core.types import BaseModelInfo, SampledSequence, SampleResult, TopK
 
 CONTEXT = 4096
+TEACHER = "fake/teacher"
 SPECIAL = ["<|im_end|>", "<|im_start|>"]
 PLAIN = ["<tool_call>", "</tool_call>"]
 END = 256
@@ -61,10 +62,16 @@ class TalkingEngine(FakeEngine):
         self.says = says
         self.tokenizer = make_tokenizer()
         self.requests: list = []
+        self.asked: list[str] = []
 
     def base_models(self):
         return [BaseModelInfo(BASE, CONTEXT, VOCAB, tied_embeddings=False, trainable=True, sampleable=True),
+                BaseModelInfo(TEACHER, CONTEXT, VOCAB, tied_embeddings=False, trainable=False, sampleable=True),
                 BaseModelInfo("fake/mute", CONTEXT, VOCAB, tied_embeddings=False, trainable=True, sampleable=False)]
+
+    async def sample(self, base_model, version, request):
+        self.asked.append(base_model)
+        return await super().sample(base_model, version, request)
 
     def _sampled(self, version, request):
         self.requests.append(request)
