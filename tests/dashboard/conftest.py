@@ -53,7 +53,7 @@ def visit(chromium):
     def make(url, wait="ready", **options):
         contexts.append(chromium.new_context(**options))
         page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(url)
         if wait:

@@ -169,7 +169,7 @@ def test_a_server_process_sends_its_spans_to_the_collector_of_the_variables(coll
     command = [sys.executable, str(Path(HERE) / "fake_server.py"), "--folder", str(tmp_path), "--port", str(server.port)]
     server.process = subprocess.Popen(command, env=environ)
     try:
-        wait_until(lambda: _is_up(server.url))
+        wait_until(lambda: _is_up(server.url), 120)
         with server.http() as http:
             http.post("/create_session", json={})
     finally:

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
+# A machine that runs many tests at once draws slowly.
+expect.set_options(timeout=60_000)
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
