@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import ray
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_tinker.core.errors import EngineError, Unresponsive
+from verl_tinker.core.errors import EngineError, Unresponsive, WorkerDied
 from verl_tinker.core.types import Datum, ForwardBackwardResult
 from verl_tinker.engine import preset_loss
 from verl_tinker.engine.batches import make_batch, read_losses, read_logprobs
@@ -70,20 +70,27 @@ class Trainer:
         await self.call("select_run", run_id)
         try:
             return await self._bounded(self._run_batch, batch, data, loss_fn, config, backward)
-        except EngineError:
-            await self._find_stuck()
+        except EngineError as error:
+            # The others' account of it, a lost connection, says less than the death itself.
+            if death := await self._look_at_all_ranks():
+                raise death from error
             raise
 
-    async def _find_stuck(self) -> None:
+    async def _look_at_all_ranks(self) -> WorkerDied | None:
         """After a failure: a rank that failed alone leaves the others in a collective that never ends."""
         if self.group.world_size > 1 and self.stuck is None:
-            with suppress(EngineError):
+            try:
                 await self._bounded(self.group.ping, limit=_REGROUP_SECONDS)
+            except WorkerDied as death:
+                return death
+            except EngineError:
+                pass
+        return None
 
     def _run_batch(self, batch, data: list[Datum], loss_fn: str, config: dict[str, float], backward: bool) -> ForwardBackwardResult:
         with self._profiled() if backward else nullcontext():
             output = self.group.forward_backward(batch) if backward else self.group.compute_log_prob(batch)
-        output = output.get() if hasattr(output, "get") and not hasattr(output, "batch_size") else output
+            output = output.get() if hasattr(output, "get") and not hasattr(output, "batch_size") else output
         logprobs = read_logprobs(output, data)
         losses = read_losses(logprobs, data, loss_fn, config, self.actor)
         return ForwardBackwardResult(logprobs, losses, {"loss:sum": float(losses.sum(dtype=np.float64))})
