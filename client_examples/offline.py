@@ -9,6 +9,7 @@ example chats. They show that a recipe runs, not what it would learn from the re
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import shutil
@@ -51,6 +52,8 @@ def make_folder(folder: Path, model_folder: Path | None) -> Path:
     _dataset(folder / "openai" / "gsm8k", lambda: {"train": word_problems(seed=1), "test": word_problems(seed=2)[:_HELD_OUT]},
              config="main")
     _dataset(folder / "hicai-zju" / "SciKnowEval", lambda: {"test": element_questions()})
+    _dataset(folder / "allenai" / "tulu-3-sft-mixture", lambda: {"train": instructions()})
+    _dataset(folder / "open-thoughts" / "OpenThoughts3-1.2M", lambda: {"train": traces()})
     return folder
 
 
@@ -141,6 +144,31 @@ def element_questions(seed: int = 0) -> list[dict]:
             rows.append({"question": question, "choices": {"label": list("ABCD"), "text": texts},
                          "answerKey": "ABCD"[texts.index(str(right))], "domain": "Chemistry",
                          "details": {"level": "L3"}, "type": "mcq-4-choices"})
+    return rows
+
+
+def instructions(count: int = 1536, seed: int = 0) -> list[dict]:
+    """Questions of the three kinds above with their answers, in the columns of Tulu 3, whose recipes hold out 1,024 rows."""
+    rng = random.Random(seed)
+    known = [(row["question"], row["choices"]["text"]["ABCD".index(row["answerKey"])]) for row in element_questions()]
+    known += [(row["question"], f"x = {row['final_answer']}") for row in equations()]
+    known += [(row["question"], row["answer"].partition("\n")[0]) for row in word_problems(seed=1)]
+    return [{"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            for question, answer in rng.choices(known, k=count)]
+
+
+def traces(count: int = 256, seed: int = 0) -> list[dict]:
+    """Sums of 24 numbers, added one by one before the answer, in the columns of OpenThoughts3; more than 256 tokens each."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        numbers = [rng.randint(1, 99) for _ in range(24)]
+        partial = list(itertools.accumulate(numbers))
+        steps = "\n".join(f"{a} + {n} = {b}" for a, n, b in zip(partial, numbers[1:], partial[1:]))
+        rows.append({"conversations": [
+            {"from": "human", "value": "Add " + ", ".join(map(str, numbers)) + "."},
+            {"from": "gpt", "value": f"<think>\n{steps}\n</think>\n\nThe sum is {partial[-1]}."},
+        ]})
     return rows
 
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,21 +22,44 @@ CLIENT_PYTHON = ROOT / ".client-venv" / "bin" / "python"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Names that some recipes have in their code. A small server offers its model under them by server.model_aliases.
 NAMES_IN_CODE = ("Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B")
+# Names under which configs/distill/cpu.yaml offers its two frozen models.
+TEACHER, TINY_TEACHER = "teachers/SmolLM2-135M-Instruct", "teachers/tiny"
 _SMOLLM2 = [f"model_name={MODEL}", "renderer_name=qwen3_instruct"]
 _LOGS = ["log_path={log_path}", "behavior_if_log_dir_exists=delete"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A module below tinker_cookbook.recipes and its flags, in which {log_path} stands for the folder of its logs."""
+    """A module below tinker_cookbook.recipes, or `module:function` of the cookbook's library, and its flags.
+
+    In a flag {log_path} stands for the folder of its logs, and further names in braces for what `launch` is given for them.
+    """
 
     module: str
     flags: list[str]
 
     @property
+    def program(self) -> list[str]:
+        """What Python is started with: the recipe's module, or the launcher of library functions."""
+        if ":" in self.module:
+            return [str(ROOT / "client_examples" / "library.py"), f"tinker_cookbook.{self.module}"]
+        return ["-m", f"tinker_cookbook.recipes.{self.module}"]
+
+    @property
     def deletes_logs(self) -> bool:
         """Others go on silently where the logs that they find end."""
         return any(flag.startswith("behavior_if_log_dir_exists=") for flag in self.flags)
+
+
+def soft_targets(model: str, renderer: str, teacher: str, *, batch_size: int, max_length: int, buffer_size: int,
+                 max_prompts: int) -> list[str]:
+    """Flags of train_off_policy that have `teacher` score OpenThoughts3, read by the builder of off_policy_reasoning."""
+    builder, common = "dataset_configs.0.dataset_builder", "dataset_configs.0.dataset_builder.common_config"
+    return [f"{builder}=tinker_cookbook.recipes.distillation.off_policy_reasoning:OpenThoughts3Builder",
+            f"{builder}.buffer_size={buffer_size}", f"{builder}.max_prompts={max_prompts}",
+            f"{common}.model_name_for_tokenizer={model}", f"{common}.renderer_name={renderer}",
+            f"{common}.max_length={max_length}", f"{common}.batch_size={batch_size}", f"batch_size={batch_size}",
+            f"dataset_configs.0.teacher_config.base_model={teacher}"]
 
 
 RECIPES = {
@@ -55,6 +79,17 @@ RECIPES = {
         "group_size=2", "max_tokens=16", "max_steps=2"]),
     "sdft": Recipe("sdft.train", [
         *_SMOLLM2, *_LOGS, "groups_per_batch=2", "max_tokens=24", "max_steps=2", "eval_every=0"]),
+    "off_policy_reasoning": Recipe("distillation.off_policy_reasoning", [
+        *_SMOLLM2, *_LOGS, "batch_size=4", "max_length=256", "buffer_size=32", "max_prompts=64", "eval_every=0",
+        "max_steps=4"]),
+    # The two below ask for the frozen teachers of configs/distill/cpu.yaml.
+    "multi_teacher": Recipe("distillation.on_policy_multi_teacher", [
+        *_SMOLLM2, *_LOGS, f"deepmath_teacher_model={TEACHER}", f"tulu3_teacher_model={TINY_TEACHER}",
+        "deepmath_groups_per_batch=2", "tulu3_groups_per_batch=2", "group_size=2", "max_tokens=16", "max_steps=2"]),
+    "off_policy_topk": Recipe("distillation.train_off_policy:main", [
+        "log_path={log_path}", f"model_name={MODEL}", "renderer_name=qwen3_instruct", "recipe_name=off_policy_topk",
+        *soft_targets(MODEL, "qwen3_instruct", TEACHER, batch_size=2, max_length=128, buffer_size=32, max_prompts=64),
+        "learning_rate=1e-4", "save_every=0", "max_steps=2"]),
     # Those below allow no other model than ones that the cookbook has in a table, or name one in their code. The server
     # must offer its small model under that name: see README.md beside this file.
     "rlhf": Recipe("preference.rlhf.rlhf_pipeline", [
@@ -69,23 +104,26 @@ RECIPES = {
 }
 
 
-def command(name: str, log_path: Path, extra: list[str]) -> list[str]:
+def command(recipe: Recipe, log_path: Path, extra: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[str]:
     """The recipe's own command line. chz refuses a flag that is given twice, so later ones replace earlier ones."""
-    recipe = RECIPES[name]
     flags: dict[str, str] = {}
     for flag in [*recipe.flags, *extra]:
         key, _, value = flag.partition("=")
-        flags[key] = value.replace("{log_path}", str(log_path.resolve()))
-    return [str(CLIENT_PYTHON), "-m", f"tinker_cookbook.recipes.{recipe.module}", *(f"{k}={v}" for k, v in flags.items())]
+        for name, meaning in {**(names or {}), "log_path": str(log_path.resolve())}.items():
+            value = value.replace(f"{{{name}}}", meaning)
+        flags[key] = value
+    return [str(CLIENT_PYTHON), *recipe.program, *(f"{k}={v}" for k, v in flags.items())]
 
 
-def environment(base_url: str, log_path: Path) -> dict[str, str]:
-    """The two variables that the SDK needs, the one that keeps Hugging Face from asking the network, and the folder of
-    those recipes that have no flag for it.
+def environment(base_url: str, log_path: Path, offline: bool = True) -> dict[str, str]:
+    """The two variables that the SDK needs, the folder of those recipes that have no flag for it and, `offline`, the one
+    that keeps Hugging Face from asking the network.
     """
     key = os.environ.get("TINKER_API_KEY", "tml-local")
-    return {**os.environ, "TINKER_BASE_URL": base_url, "TINKER_API_KEY": key, "HF_HUB_OFFLINE": "1",
-            "TINKER_COOKBOOK_RUNS_DIR": str(log_path.resolve()), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    settings = {**os.environ, "TINKER_BASE_URL": base_url, "TINKER_API_KEY": key,
+                "TINKER_COOKBOOK_RUNS_DIR": str(log_path.resolve()), "TOKENIZERS_PARALLELISM": "false",
+                "OMP_NUM_THREADS": "1"}
+    return {**settings, "HF_HUB_OFFLINE": "1"} if offline else settings
 
 
 def prepare_folder(folder: Path, model_folder: Path | None = None) -> None:
@@ -94,10 +132,12 @@ def prepare_folder(folder: Path, model_folder: Path | None = None) -> None:
     subprocess.run([str(CLIENT_PYTHON), str(ROOT / "client_examples" / "offline.py"), str(folder), *extra], check=True)
 
 
-def launch(name: str, log_path: Path, base_url: str, folder: Path, extra: list[str] = (), **popen) -> subprocess.Popen:
+def launch(recipe: str | Recipe, log_path: Path, base_url: str, folder: Path, extra: Sequence[str] = (), *,
+           names: Mapping[str, str] | None = None, offline: bool = True, **popen) -> subprocess.Popen:
     """Start a recipe inside the working folder; the caller waits for it."""
-    settings = environment(base_url, log_path)
-    return subprocess.Popen(command(name, log_path, list(extra)), cwd=folder, env=settings, **popen)
+    chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
+    settings = environment(base_url, log_path, offline)
+    return subprocess.Popen(command(chosen, log_path, extra, names), cwd=folder, env=settings, **popen)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """A real server as a user starts it, and unmodified cookbook recipes against it.
 
-A module of tests may name the model of its server in MODEL; that server has ended before the next module's starts.
+A module of tests may name the model of its server in MODEL, its preset in PRESET, and further settings in SETTINGS; that
+server has ended before the next module's starts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_server import start_server, stop_server
+from real_server import CPU_PRESET, start_server, stop_server
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "client_examples"), str(Path(__file__).parent)]
@@ -33,7 +34,8 @@ def recipes(request, tmp_path_factory):
     assert launcher.CLIENT_PYTHON.exists(), "the client environment is missing; run client_examples/setup.sh"
     model, folder = getattr(request.module, "MODEL", "bundled:smollm2"), tmp_path_factory.mktemp("recipes")
     aliases = ", ".join(f"{name}: {model}" for name in launcher.NAMES_IN_CODE)
-    process, url = start_server(folder, f"server.model_path={model}", f"server.model_aliases={{{aliases}}}")
+    settings = [f"server.model_path={model}", f"server.model_aliases={{{aliases}}}", *getattr(request.module, "SETTINGS", ())]
+    process, url = start_server(folder, *settings, preset=getattr(request.module, "PRESET", CPU_PRESET))
     try:
         weights = resolve_model(model)
         launcher.prepare_folder(folder / "work", weights)

@@ -17,6 +17,18 @@ from wiretap import Call
 NATS = 1e-4
 
 
+def check_soft_targets(call: Call) -> float:
+    """The cross-entropy of a call's [N, 20] targets by its own answer; the weights of each trained position are one sum."""
+    for datum, logprobs in zip(call.data, call.logprobs, strict=True):
+        assert datum["weights"].shape == datum["target_tokens"].shape == logprobs.shape == (len(datum["tokens"]), 20)
+        sums = datum["weights"].sum(1)
+        np.testing.assert_allclose(sums[sums > 0], 1, atol=1e-5)
+    trained = sum(int((datum["weights"].sum(1) > 0).sum()) for datum in call.data)
+    # An answer may be as short as one token.
+    assert trained >= len(call.data)
+    return -sum(float((d["weights"] * lp).sum()) for d, lp in zip(call.data, call.logprobs, strict=True))
+
+
 class Reference:
     """The base model in `base`, and samplers below the server's `checkpoints`, by their paths."""
 

@@ -10,7 +10,7 @@ import plain
 import pytest
 import torch
 from recipe import Result
-from reference import NATS
+from reference import NATS, check_soft_targets
 from wiretap import Wiretap
 
 full = pytest.mark.full
@@ -242,18 +242,6 @@ def test_reverse_self_distillation(recipes):
         gradient = [datum["weights"] for datum in backward.data]
         wanted = -sum(float((w * lp).sum()) for w, lp in zip(gradient, forward.logprobs, strict=True))
         assert backward.result.metrics["loss:sum"] == surrogate == pytest.approx(wanted, abs=1e-4, rel=1e-4)
-
-
-def check_soft_targets(call) -> float:
-    """The cross-entropy of a call's [N, 20] targets by its own answer; the weights of each trained position are one sum."""
-    for datum, logprobs in zip(call.data, call.logprobs, strict=True):
-        assert datum["weights"].shape == datum["target_tokens"].shape == logprobs.shape == (len(datum["tokens"]), 20)
-        sums = datum["weights"].sum(1)
-        np.testing.assert_allclose(sums[sums > 0], 1, atol=1e-5)
-    trained = sum(int((datum["weights"].sum(1) > 0).sum()) for datum in call.data)
-    # An answer may be as short as one token.
-    assert trained >= len(call.data)
-    return -sum(float((d["weights"] * lp).sum()) for d, lp in zip(call.data, call.logprobs, strict=True))
 
 
 def check_student(recipes, call, sampler: str | None):

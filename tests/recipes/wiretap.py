@@ -72,10 +72,10 @@ class Wiretap:
     def to(self, endpoint: str) -> list[Call]:
         return [call for call in self.calls if call.endpoint == endpoint]
 
-    def samples_of(self, path: str | None) -> list[Call]:
-        """The samples that were asked of the sampler at `path`, or of the base model."""
+    def samples_of(self, path: str | None, base_model: str | None = None) -> list[Call]:
+        """The samples that were asked of the sampler at `path`, or of a base model: of any, unless `base_model` names it."""
         ids = {call.result["sampling_session_id"] for call in self.to("create_sampling_session")
-               if call.request.get("model_path") == path}
+               if call.request.get("model_path") == path and base_model in (None, call.request.get("base_model"))}
         return [call for call in self.to("asample") if call.request["sampling_session_id"] in ids]
 
     def _keep(self, path: str, headers, body: bytes, status: int, content_type: str, answer: bytes) -> None:
