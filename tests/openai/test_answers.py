@@ -166,3 +166,13 @@ def test_a_request_leaves_no_session_sampler_or_result_behind(server, client, tr
     for model in (trained.path, BASE):
         client.chat.completions.create(model=model, messages=HELLO)
     assert kept() == before
+
+
+def test_an_answer_too_large_for_memory_comes_from_disk(server, client, monkeypatch):
+    from verl_tinker.core import futures
+
+    monkeypatch.setattr(futures, "_IN_THREAD", 1)
+    monkeypatch.setattr(futures, "_ON_DISK", 1)
+    answer = client.chat.completions.create(model=BASE, messages=HELLO, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].message.content == "I have weight 0."
+    assert not list(server.service.journal.results_folder().glob("result-*"))

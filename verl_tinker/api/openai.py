@@ -230,7 +230,7 @@ async def _results(
             if await request.is_disconnected():
                 raise Refused(499, "the client has gone")
             waits = [future for future in waits if not future.done]
-        return [_result(service, future) for future in futures]
+        return [await _result(service, future) for future in futures]
     except BaseException:
         _cancel(service, futures)
         raise
@@ -241,9 +241,10 @@ def _cancel(service: Service, futures: list[Future]) -> None:
         service.sampling.cancel(future)
 
 
-def _result(service: Service, future: Future) -> SampleResult:
+async def _result(service: Service, future: Future) -> SampleResult:
     if future.error is not None:
         raise future.error
-    result = proto.read_sample(future.result.data)
+    encoded = await asyncio.to_thread(lambda: future.result) if future.is_on_disk else future.result
+    result = proto.read_sample(encoded.data)
     service.futures.drop(future.request_id)
     return result
