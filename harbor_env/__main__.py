@@ -18,8 +18,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m harbor_env", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module, text in (
-        ("prepare-sandbox", prepare_sandbox, "fetch a task, and make the outer image"), ("configure", configure, "write the four files"),
-        ("serve", serve, "run ROCK's worker or admin in the foreground"), ("run", client, "play and train")):
+        ("prepare-sandbox", prepare_sandbox, "fetch a task, and make the outer image"),
+        ("configure", configure, "write the four files"), ("serve", serve, "run ROCK's worker or admin in the foreground"),
+        ("run", client, "play and train")):
         module.add_arguments(commands.add_parser(name, help=text, description=module.__doc__.splitlines()[0]))
     options = parser.parse_args(arguments)
     try:

@@ -34,12 +34,13 @@ def check_free(port: int, what: str, where: str, host: str = "127.0.0.1") -> Non
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise SettingError(f"port {port} for {what} cannot be had ({error.strerror}); end what uses it, or change {where}") from error
+            raise SettingError(f"port {port} for {what} cannot be had ({error.strerror}); end what uses it, or change "
+                               f"{where}") from error
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A ready server. `died` is done, with the reason, once it has ended by itself; of one that runs elsewhere it never is."""
+    """A ready server. `died` is done, with the reason, once it has ended by itself; of one elsewhere it never is."""
 
     url: str
     died: asyncio.Future[str]
@@ -85,8 +86,8 @@ def _downloaded(folder: TaskFolder, settings: BackendSettings) -> list[str]:
     try:
         from modelscope import snapshot_download
     except ImportError as error:
-        raise SettingError("--model-download-type MODELSCOPE needs the package modelscope in the control environment; install it "
-                           "there with `uv pip install modelscope`") from error
+        raise SettingError("--model-download-type MODELSCOPE needs the package modelscope in the control environment; "
+                           "install it there with `uv pip install modelscope`") from error
     return ["--set", f"server.model_path={snapshot_download(name)}"]
 
 
@@ -95,7 +96,8 @@ async def _wait_until_ready(process, url: str, seconds: float, output: Path) -> 
     async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
         while time.monotonic() < limit:
             if process.returncode is not None:
-                raise SettingError(f"the server ended with status {process.returncode}: {last_line(output)} (all of it is in {output})")
+                raise SettingError(f"the server ended with status {process.returncode}: {last_line(output)} (all of it is "
+                                   f"in {output})")
             try:
                 answer = await http.get(f"{url}/api/v1/healthz")
                 said = answer.json()

@@ -29,8 +29,8 @@ class Budget:
                 raise SettingError(f"{name} is {value!r}; it must be a whole number of at least 1")
         if self.input_tokens + self.output_tokens > self.context_tokens:
             raise SettingError(
-                f"input_tokens {self.input_tokens} and output_tokens {self.output_tokens} are together more than the context of "
-                f"{self.context_tokens} tokens; lower one of them or raise the context length")
+                f"input_tokens {self.input_tokens} and output_tokens {self.output_tokens} are together more than the "
+                f"context of {self.context_tokens} tokens; lower one of them or raise the context length")
 
     def trimmed(self, messages: list[dict]) -> list[dict]:
         """The messages with each observation cut to its characters and all but the newest ones left out.

@@ -45,7 +45,8 @@ def read_request(body: dict) -> Ask:
     if not isinstance(body, dict):
         raise RequestRefused(f"the request is a {type(body).__name__}; it must be a JSON object")
     if body.get("stream"):
-        raise RequestRefused("stream is true; the model service gives whole answers only, so turn streaming off in the agent")
+        raise RequestRefused(
+            "stream is true; the model service gives whole answers only, so turn streaming off in the agent")
     if body.get("n") not in (None, 1):
         raise RequestRefused(f"n is {body['n']!r}; each request gets one answer")
     messages = body.get("messages")
@@ -58,7 +59,8 @@ def read_request(body: dict) -> Ask:
                min(limits, default=None), str(body.get("model") or "policy"))
 
 
-def write_response(ask: Ask, answer: Answer, stop_reason: str, *, call_id: str, prompt_tokens: int, sampled_tokens: int) -> dict:
+def write_response(ask: Ask, answer: Answer, stop_reason: str, *, call_id: str,
+                   prompt_tokens: int, sampled_tokens: int) -> dict:
     """The chat completion. `call_id` begins the ids of the answer and of its calls, and must be new in each turn."""
     message: dict = {"role": "assistant", "content": answer.text}
     if answer.reasoning:

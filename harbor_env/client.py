@@ -56,11 +56,12 @@ def checked(options: argparse.Namespace) -> tuple[Settings, Options]:
         raise SettingError("this folder was configured with --rollout-only; configure a new one without it for training")
     temperature = settings.runtime.client.temperature
     if training and temperature != 1.0:
-        raise SettingError(f"client.temperature is {temperature}; training compares log-probabilities with the sampler's, which are "
-                           "those of the model at temperature 1.0 only")
+        raise SettingError(f"client.temperature is {temperature}; training compares log-probabilities with the "
+                           "sampler's, which are those of the model at temperature 1.0 only")
     beta = options.kl_beta if options.kl_beta is not None else (0.05 if options.mode == "ppo-kl" else 0.0)
-    return settings, Options(options.max_train_transitions, beta, options.num_steps, options.group_size, options.rollout_concurrency,
-                             options.save_state, options.reward_baseline, options.divide_by_deviation)
+    return settings, Options(options.max_train_transitions, beta, options.num_steps, options.group_size,
+                             options.rollout_concurrency, options.save_state, options.reward_baseline,
+                             options.divide_by_deviation)
 
 
 async def run(options: argparse.Namespace, results: Path, job: str) -> Outcome:
@@ -92,7 +93,8 @@ async def _while_it_lives(server: Backend, work: asyncio.Task) -> Outcome:
         await asyncio.gather(work, return_exceptions=True)
 
 
-async def _with_server(server: Backend, options: argparse.Namespace, settings: Settings, mode: Options, results: Path) -> Outcome:
+async def _with_server(server: Backend, options: argparse.Namespace, settings: Settings, mode: Options,
+                       results: Path) -> Outcome:
     import tinker
 
     service = tinker.ServiceClient(base_url=server.url, api_key=os.environ.get("TINKER_API_KEY", "tml-local"))
@@ -110,8 +112,8 @@ async def _with_service(service, server: Backend, options: argparse.Namespace, s
 
     model = settings.runtime.client.model
     episodes = _player(server, settings, options.seed)
-    context = {"mode": options.mode, "task_id": settings.harbor.task.id, "model": model, "learning_rate": options.learning_rate,
-               "lora_rank": options.lora_rank, "kl_beta": mode.kl_beta}
+    context = {"mode": options.mode, "task_id": settings.harbor.task.id, "model": model,
+               "learning_rate": options.learning_rate, "lora_rank": options.lora_rank, "kl_beta": mode.kl_beta}
     if options.mode == "rollout":
         return await run_rollout(episodes, await service.create_sampling_client(base_model=model), results)
     learner = await asyncio.to_thread(Learner, service, model, options.lora_rank, options.learning_rate, options.seed)
@@ -137,7 +139,8 @@ def _player(server: Backend, settings: Settings, seed: int | None):
         sampler = TinkerSampler(sampling_client, client.temperature, first, server.died)
         policy = Policy(sampler, renderer, settings.budget, name, client.turn_seconds)
         sandbox = rock_sandbox(settings.harbor.environment, settings.folder.notes)
-        return await play(name, settings.harbor, policy, sandbox, folder / "harbor", Patience(silence=client.silence_seconds))
+        patience = Patience(silence=client.silence_seconds)
+        return await play(name, settings.harbor, policy, sandbox, folder / "harbor", patience)
 
     return one
 
@@ -161,7 +164,8 @@ def main(arguments: list[str]) -> int:
     except asyncio.CancelledError:
         log.error("interrupted")
         return 130
-    (options.results.parent.parent / "outcome.json").write_text(json.dumps({"complete": outcome.complete, "skipped": outcome.skipped}))
+    left = {"complete": outcome.complete, "skipped": outcome.skipped}
+    (options.results.parent.parent / "outcome.json").write_text(json.dumps(left))
     return 0 if outcome.complete else 1
 
 

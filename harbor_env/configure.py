@@ -65,7 +65,8 @@ def main(options: argparse.Namespace) -> int:
         raise SettingError(f"{existing[0]} is there already and is not overwritten; edit it, or configure a new folder")
     task = folder.tasks / options.task_id
     if not (task / "task.toml").is_file():
-        raise SettingError(f"{task} holds no task.toml; run `python -m harbor_env prepare-sandbox --task-id {options.task_id}` first")
+        raise SettingError(
+            f"{task} holds no task.toml; run `python -m harbor_env prepare-sandbox --task-id {options.task_id}` first")
     engine, agent = _engine(options), _agent(options)
     client = _client(options, engine["server"])
     budget_of(AgentSettings(**agent), ClientSettings(**client), options.context_tokens)
@@ -124,7 +125,8 @@ def _agent(options: argparse.Namespace) -> dict[str, Any]:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """A preset of the server with the model, the context and the GPUs of this folder."""
-    file = Path(options.preset or ROOT / "configs" / "quick_start" / ("actor_rollout_ref.yaml" if _has_gpu() else "cpu.yaml"))
+    usual = "actor_rollout_ref.yaml" if _has_gpu() else "cpu.yaml"
+    file = Path(options.preset or ROOT / "configs" / "quick_start" / usual)
     if not file.is_file():
         raise SettingError(f"--preset is {file}, which is no file")
     preset, name = yaml.safe_load(file.read_text()), _name(options)
@@ -132,7 +134,8 @@ def _engine(options: argparse.Namespace) -> dict[str, Any]:
         preset["server"] |= {"model_name": name, "model_path": options.model, "model_aliases": {}}
     part = preset["actor_rollout_ref"]
     part["rollout"]["max_model_len"] = options.context_tokens
-    part["actor"]["ppo_max_token_len_per_gpu"] = max(part["actor"].get("ppo_max_token_len_per_gpu") or 0, options.context_tokens)
+    packed = part["actor"].get("ppo_max_token_len_per_gpu") or 0
+    part["actor"]["ppo_max_token_len_per_gpu"] = max(packed, options.context_tokens)
     if options.gpus is not None:
         preset["trainer"]["n_gpus_per_node"] = options.gpus
     return preset
@@ -178,7 +181,8 @@ def _admin(options: argparse.Namespace) -> dict[str, Any]:
         "aes_encrypt_key": base64.b64encode(secrets.token_bytes(32)).decode(),
         "runtime": {"operator_type": "ray"},
         "scheduler": {"enabled": False},
-        "http_pools": {"probe": {"timeout": 5.0, **pool}, "rpc": {"timeout": 180.0, **pool}, "proxy": {"timeout": None, **pool}},
+        "http_pools": {name: {"timeout": seconds, **pool}
+                       for name, seconds in (("probe", 5.0), ("rpc", 180.0), ("proxy", None))},
     }
 
 

@@ -26,8 +26,9 @@ class Detached:
         """`command` is for bash. `env` is laid over the sandbox's own variables."""
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in (env or {}).items())
         await self._sandbox.write_text(f"{self._folder}/command.sh", command + "\n")
-        inner = (f"cd {shlex.quote(cwd)} && env {variables} bash {shlex.quote(self._folder)}/command.sh > {self._folder}/stdout "
-                 f"2> {self._folder}/stderr; echo $? > {self._folder}/status.part; mv {self._folder}/status.part {self._folder}/status")
+        here = self._folder
+        inner = (f"cd {shlex.quote(cwd)} && env {variables} bash {here}/command.sh > {here}/stdout 2> {here}/stderr; "
+                 f"echo $? > {here}/status.part; mv {here}/status.part {here}/status")
         shell = (f"rm -f {self._folder}/status; setsid bash -c {shlex.quote(inner)} < /dev/null > /dev/null 2>&1 & "
                  f"echo $! > {self._folder}/pid")
         await run(self._sandbox, ["bash", "-c", shell])
@@ -43,7 +44,8 @@ class Detached:
         return Outcome(done.stdout, done.stderr, -1)
 
     async def _look(self, seconds: float) -> bool:
-        shell = (f"for i in $(seq {max(1, round(seconds * 5))}); do [ -f {self._folder}/status ] && echo done && exit; sleep 0.2; done")
+        shell = (f"for i in $(seq {max(1, round(seconds * 5))}); do "
+                 f"[ -f {self._folder}/status ] && echo done && exit; sleep 0.2; done")
         began = time.monotonic()
         while True:
             try:
@@ -54,8 +56,8 @@ class Detached:
                 await asyncio.sleep(1.0)
 
     async def outcome(self, output_bytes: int = 1 << 17) -> Outcome:
-        parts = [base64.b64decode(await run(self._sandbox, ["bash", "-c", f"tail -c {output_bytes} {self._folder}/{name} | base64"]))
-                 for name in ("stdout", "stderr")]
+        shells = [f"tail -c {output_bytes} {self._folder}/{name} | base64" for name in ("stdout", "stderr")]
+        parts = [base64.b64decode(await run(self._sandbox, ["bash", "-c", shell])) for shell in shells]
         status = await self._sandbox.execute(["cat", f"{self._folder}/status"])
         code = int(status.stdout) if status.exit_code == 0 and status.stdout.strip() else -1
         return Outcome(parts[0].decode(errors="replace"), parts[1].decode(errors="replace"), code)

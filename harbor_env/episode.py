@@ -51,8 +51,8 @@ class Answering:
     answer: Callable[[int, dict], Awaitable[dict]]
 
 
-async def play(name: str, settings: HarborSettings, policy: Answering, sandbox: AbstractAsyncContextManager[Sandbox], results: Path,
-               patience: Patience = Patience()) -> Episode:
+async def play(name: str, settings: HarborSettings, policy: Answering, sandbox: AbstractAsyncContextManager[Sandbox],
+               results: Path, patience: Patience = Patience()) -> Episode:
     """Play the task once. Never raises an EpisodeError: the episode holds it."""
     episode, began = Episode(name, settings.task.id, policy.turns), time.monotonic()
     try:
@@ -70,8 +70,9 @@ async def _play_in(sandbox: Sandbox, episode: Episode, settings: HarborSettings,
     job = HarborJob(sandbox, settings, episode.name)
     await job.prepare()
     place = settings.model_service
-    service = ModelService(sandbox, port=place.port, host=place.bind_host, folder=f"{settings.job.work_dir}/{episode.name}/model-service",
-                           command=place.rock, python=place.python)
+    folder = f"{settings.job.work_dir}/{episode.name}/model-service"
+    service = ModelService(sandbox, port=place.port, host=place.bind_host, folder=folder, command=place.rock,
+                           python=place.python)
     await service.start()
     try:
         await job.start(f"http://{await _address(sandbox, place.bind_host)}:{place.port}/v1")

@@ -1,6 +1,6 @@
 """Result files: their names and fields, and trajectories as text for people.
 
-Owns the form of summary.json, result.json, step_result.json, rollout_NN.json and their texts. Does not compute what they say.
+Owns the form of summary.json, result.json, step_result.json, rollout_NN.json and their texts. Does not compute them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def rollout(episode: Episode, advantage: float | None) -> dict[str, Any]:
 
 def trajectory_text(episode: Episode) -> str:
     """The conversation as the agent led it: new messages and the model's answer, turn by turn."""
-    lines = [f"task {episode.task_id}   reward {episode.reward}   turns {len(episode.turns)}   cause {episode.cause or 'none'}"]
+    lines = [f"task {episode.task_id}   reward {episode.reward}   turns {len(episode.turns)}   "
+             f"cause {episode.cause or 'none'}"]
     seen = 0
     for turn in sorted(episode.turns, key=lambda t: t.index):
         messages = turn.request.get("messages", [])
@@ -60,8 +61,8 @@ def trajectory_text(episode: Episode) -> str:
         for message in messages[seen:]:
             lines.append(f"\n--- {message.get('role')} ---\n{_text(message)}")
         answer = turn.answer["choices"][0]["message"]
-        lines.append(f"\n--- turn {turn.index}: {len(turn.prompt)} prompt tokens, {len(turn.sampled)} sampled, {turn.stop_reason} ---\n"
-                     f"{_text(answer)}")
+        lines.append(f"\n--- turn {turn.index}: {len(turn.prompt)} prompt tokens, {len(turn.sampled)} sampled, "
+                     f"{turn.stop_reason} ---\n{_text(answer)}")
         seen = len(messages) + 1
     return "\n".join([*lines, *([f"\nended: {episode.error}"] if episode.error else [])]) + "\n"
 

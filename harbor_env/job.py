@@ -18,7 +18,8 @@ from harbor_env.errors import JobFailed, SandboxNotStarted
 from harbor_env.sandbox import Sandbox, run
 from harbor_env.settings import AgentSettings, HarborSettings
 
-AGENT_CLASSES = {"swe-agent": "swe_agent:SweAgent", "mini-swe-agent": "mini_swe_agent:MiniSweAgent", "bash-agent": "bash_agent:BashAgent"}
+AGENT_CLASSES = {"swe-agent": "swe_agent:SweAgent", "mini-swe-agent": "mini_swe_agent:MiniSweAgent",
+                 "bash-agent": "bash_agent:BashAgent"}
 RESULT_BYTES = 48_000_000
 CHUNK = 1_000_000
 
@@ -62,7 +63,7 @@ class HarborJob:
     async def collect(self, folder: Path) -> Path:
         """The job's tree as a folder here, less what is not text of a reasonable size."""
         archive = f"{self._work}/tree.tgz"
-        shell = (f"cd {shlex.quote(self._settings.job.jobs_dir)} && find {shlex.quote(self._name)} -type f -size -2048k -print0 | "
+        shell = (f"cd {shlex.quote(self._settings.job.jobs_dir)} && find {self._name} -type f -size -2048k -print0 | "
                  f"tar --null -T - -czf {archive} && stat -c %s {archive}")
         size = int((await run(self._sandbox, ["bash", "-c", shell], JobFailed)).strip())
         if size > RESULT_BYTES:
@@ -85,7 +86,8 @@ class HarborJob:
         script = ("docker info > /dev/null 2>&1 || { (setsid dockerd --mtu 1400 > /var/log/dockerd.log 2>&1 < /dev/null &); "
                   "for i in $(seq 60); do docker info > /dev/null 2>&1 && break; sleep 1; done; }\n"
                   "docker info > /dev/null 2>&1 || { tail -n 3 /var/log/dockerd.log >&2; exit 1; }\n"
-                  f"for f in {images}/*.tar {images}/*.tgz; do [ -f \"$f\" ] || continue; docker load -i \"$f\" || exit 1; done\n")
+                  f"for f in {images}/*.tar {images}/*.tgz; do\n"
+                  "  [ ! -f \"$f\" ] || docker load -i \"$f\" || exit 1\ndone\n")
         command = Detached(self._sandbox, f"{self._work}/engine")
         await command.start(script)
         outcome = await command.wait(600)
@@ -103,14 +105,16 @@ class HarborJob:
             await self._sandbox.upload(str(archive), f"{target}.tgz")
         finally:
             archive.unlink(missing_ok=True)
-        shell = f"mkdir -p {shlex.quote(target)} && tar -xzf {shlex.quote(target)}.tgz -C {shlex.quote(target)} --no-same-owner"
+        place = shlex.quote(target)
+        shell = f"mkdir -p {place} && tar -xzf {place}.tgz -C {place} --no-same-owner"
         await run(self._sandbox, ["bash", "-c", shell], JobFailed)
 
 
 def job_config(settings: HarborSettings, name: str, task: str, model_url: str) -> dict[str, Any]:
     """Harbor's own job file: one attempt at one task, never repeated."""
     agent = settings.agent
-    mounts = [{"type": "bind", "source": settings.job.agent_runtime, "target": settings.job.agent_runtime, "read_only": True}]
+    runtime = settings.job.agent_runtime
+    mounts = [{"type": "bind", "source": runtime, "target": runtime, "read_only": True}]
     environment: dict[str, Any] = {"type": "docker", "delete": True}
     if agent.name != "bash-agent":
         environment["mounts"] = mounts

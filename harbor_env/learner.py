@@ -59,8 +59,8 @@ class Learner:
         stepped = self._client.optim_step(tinker.AdamParams(learning_rate=self._rate))
         result = await passed
         trained = [output["logprobs"].to_numpy().tolist() for output in result.loss_fn_outputs]
-        metrics = {**result.metrics, **logprob_gap(rows, trained), "tokens_trained": float(sum(sum(r.sequence.sampled) for r in rows)),
-                   "sequences": float(len(rows))}
+        metrics = {**result.metrics, **logprob_gap(rows, trained),
+                   "tokens_trained": float(sum(sum(row.sequence.sampled) for row in rows)), "sequences": float(len(rows))}
         log.info("forward_backward done: %s", metrics)
         if metrics.get("logprob_gap_max", 0.0) > LARGEST_GAP:
             log.warning("trainer and sampler differ by up to %.2g nats on sampled tokens; below %g is on-policy in float32",

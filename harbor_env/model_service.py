@@ -34,8 +34,8 @@ class ModelService:
     `command` is the `rock` program and `python` any Python of the sandbox.
     """
 
-    def __init__(self, sandbox: Sandbox, *, port: int = 28080, host: str = "0.0.0.0", folder: str = "/data/logs/model-service",
-                 command: str = "rock", python: str = "python3"):
+    def __init__(self, sandbox: Sandbox, *, port: int = 28080, host: str = "0.0.0.0",
+                 folder: str = "/data/logs/model-service", command: str = "rock", python: str = "python3"):
         self.sandbox, self.port = sandbox, port
         self._host, self._folder, self._command, self._python = host, folder, command, python
         self._script, self._log = f"{folder}/exchange.py", f"{folder}/LLMService.log"
@@ -54,7 +54,8 @@ class ModelService:
         await run(self.sandbox, ["bash", "-c", shell], ModelServiceFailed, timeout=60)
 
     async def stop(self) -> None:
-        shell = f"cd {shlex.quote(self._folder)} && {shlex.quote(self._command)} model-service stop > stop.log 2>&1 < /dev/null"
+        stop = f"{shlex.quote(self._command)} model-service stop"
+        shell = f"cd {shlex.quote(self._folder)} && {stop} > stop.log 2>&1 < /dev/null"
         await self.sandbox.execute(["bash", "-c", shell], timeout=60)
 
     async def check(self) -> None:
@@ -64,19 +65,21 @@ class ModelService:
         outcome = await self.sandbox.execute([self._python, "-c", ask], timeout=20)
         if outcome.exit_code != 0:
             words = outcome.stderr.strip().splitlines()
-            raise ModelServiceFailed(f"the model service on port {self.port} does not answer: {words[-1] if words else 'no reason'}")
+            raise ModelServiceFailed(
+                f"the model service on port {self.port} does not answer: {words[-1] if words else 'no reason'}")
 
     async def fetch(self, offset: int, seconds: float) -> Fetched:
-        """What came after `offset`, waiting up to `seconds` for a request or the end. Asked again, it says the same again."""
+        """What came after `offset`, waiting up to `seconds` for a request or the end. Asked again, it says the same."""
         seen = await self._exchange("fetch", self._log, str(offset), str(seconds), timeout=seconds + 30)
         if seen["shrunk"] or (self._born is not None and seen["born"] != self._born):
             raise ModelServiceFailed("the model service was started anew in mid-episode; its requests count from 1 again")
         self._born = seen["born"]
         for request in seen["requests"]:
             if request["poisoned"]:
-                raise ModelServiceFailed(f"request {request['index']} has the word {exchange.END} in its text, which ends it in ROCK's "
-                                         "model service")
-        return Fetched({r["index"]: r["body"] for r in seen["requests"]}, set(seen["answered"]), seen["ended"], seen["offset"])
+                raise ModelServiceFailed(f"request {request['index']} has the word {exchange.END} in its text, which ends "
+                                         "it in ROCK's model service")
+        return Fetched({r["index"]: r["body"] for r in seen["requests"]},
+                       set(seen["answered"]), seen["ended"], seen["offset"])
 
     async def deliver(self, index: int, body: dict, again: bool = False) -> str:
         """Give the answer to request `index`; a second time changes nothing, unless it is to be sent `again`."""

@@ -137,7 +137,8 @@ async def _grpo_step(learner: Learner, group: list[Episode], options: Options, n
     returns = [episode.reward for episode in valid]
     advantages = group_advantages(returns, options.divide_by_deviation) if returns else []
     fields: dict[str, Any] = {
-        "step": number, "rollouts_succeeded": len(valid), "rollouts_dropped": dict(Counter(e.cause for e in group if not e.is_done)),
+        "step": number, "rollouts_succeeded": len(valid),
+        "rollouts_dropped": dict(Counter(episode.cause for episode in group if not episode.is_done)),
         "group_returns": returns, "group_advantages": advantages, "kl_reference": None, "skipped": None}
     if len(valid) < 2:
         fields["skipped"] = f"{len(valid)} of {len(group)} rollouts have a valid reward; two are needed"

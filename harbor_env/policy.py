@@ -103,13 +103,13 @@ class Policy:
                 messages = self._with_tools(messages, ask.tools)
             prompt = self._repeating(messages).build_generation_prompt(messages).to_ints()
         except NotImplementedError:
-            raise RequestRefused(f"tools: {type(self._renderer).__name__} knows no form for them; choose a renderer that does, or "
-                                 "an agent that puts its commands into text") from None
+            raise RequestRefused(f"tools: {type(self._renderer).__name__} knows no form for them; choose a renderer that "
+                                 "does, or an agent that puts its commands into text") from None
         except RendererError as error:
             raise RequestRefused(f"messages: {error}") from error
         if len(prompt) > self._budget.input_tokens:
-            raise InputBudgetExceeded(f"the prompt of turn {len(self._answers) + 1} has {len(prompt)} tokens; input_tokens is "
-                                      f"{self._budget.input_tokens}")
+            raise InputBudgetExceeded(f"the prompt of turn {len(self._answers) + 1} has {len(prompt)} tokens; "
+                                      f"input_tokens is {self._budget.input_tokens}")
         return prompt
 
     def _with_tools(self, messages: list[Message], tools: list[dict]) -> list[Message]:

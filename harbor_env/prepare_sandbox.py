@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outer-image", default="tinker-harbor:local")
     parser.add_argument("--base-image", default="debian:trixie-slim", help="what the outer image is made from")
     parser.add_argument("--agent", choices=AGENTS, default="swe-agent", help="the agent whose runtime is baked in")
-    parser.add_argument("--images", type=Path, nargs="*", default=[], help="`docker save` files that a sandbox loads before Harbor runs")
+    parser.add_argument("--images", type=Path, nargs="*", default=[],
+                        help="`docker save` files that a sandbox loads before Harbor runs")
     parser.add_argument("--skip-image", action="store_true", help="the task only")
 
 
@@ -67,7 +68,8 @@ def keep_task(folder: TaskFolder, options: argparse.Namespace) -> dict[str, Any]
         files = checksums(kept)
         if known.get("task_id") == options.task_id and known.get("files") != files:
             changed = sorted(k for k in {*known["files"], *files} if known["files"].get(k) != files.get(k))
-            raise SettingError(f"{kept} was changed since it was prepared ({', '.join(changed[:5])}); remove it to fetch it again")
+            raise SettingError(
+                f"{kept} was changed since it was prepared ({', '.join(changed[:5])}); remove it to fetch it again")
         return {"source": known.get("source", "was there already"), "files": files}
     with tempfile.TemporaryDirectory(dir=_made(folder.tasks)) as part:
         source, where = _fetched(Path(part), options)
@@ -92,11 +94,13 @@ def _fetched(part: Path, options: argparse.Namespace) -> tuple[Path, str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        raise SettingError("the task is fetched with uvx, which is not on the path; install uv, or give --task-source") from None
+        raise SettingError(
+            "the task is fetched with uvx, which is not on the path; install uv, or give --task-source") from None
     found = [file.parent for file in (part / "download").rglob("task.toml")]
     if done.returncode or len(found) != 1:
         words = (done.stderr.strip() or done.stdout.strip())[-400:]
-        raise SettingError(f"{name} could not be fetched ({words or f'{len(found)} tasks came'}); check --task-id, or give --task-source")
+        words = words or f"{len(found)} tasks came"
+        raise SettingError(f"{name} could not be fetched ({words}); check --task-id, or give --task-source")
     return found[0], f"harbor registry: {name}"
 
 
@@ -121,7 +125,7 @@ def write_context(context: Path, wheel: Path, options: argparse.Namespace) -> No
 
 
 def dockerfile(base: str, wheel: str, agent: str) -> str:
-    """Docker and Harbor, ROCK's rocklet where its worker looks for it, and the agent's runtime, which nothing of a task uses."""
+    """Docker and Harbor, ROCK's rocklet where its worker looks for it, and the agent's runtime, apart from every task."""
     return f"""FROM {base}
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \\
     docker.io docker-cli docker-compose docker-buildx iptables procps python3 python3-venv git curl ca-certificates \\
@@ -147,14 +151,17 @@ def _runtime(agent: str) -> str:
               "/opt/uv/uv venv --python /opt/agent-runtime/python/*/bin/python3 /opt/agent-runtime/venv")
     install = "/opt/uv/uv pip install --python /opt/agent-runtime/venv/bin/python"
     if agent == "mini-swe-agent":
-        return f" && {python} && {install} mini-swe-agent=={MINI_VERSION} && ln -s ../venv/bin/mini /opt/agent-runtime/bin/mini"
-    clone = (f"git clone --depth 1 --branch {SWE_AGENT_VERSION} https://github.com/SWE-agent/SWE-agent.git /opt/agent-runtime/source && "
+        link = "ln -s ../venv/bin/mini /opt/agent-runtime/bin/mini"
+        return f" && {python} && {install} mini-swe-agent=={MINI_VERSION} && {link}"
+    source = "https://github.com/SWE-agent/SWE-agent.git"
+    clone = (f"git clone --depth 1 --branch {SWE_AGENT_VERSION} {source} /opt/agent-runtime/source && "
              f"{install} -e /opt/agent-runtime/source && ln -s ../venv/bin/sweagent /opt/agent-runtime/bin/sweagent")
     return f" && {python} && {clone}"
 
 
 def agent_version(agent: str) -> dict[str, str]:
-    return {"name": agent, "version": {"swe-agent": SWE_AGENT_VERSION, "mini-swe-agent": MINI_VERSION}.get(agent, "this repository's")}
+    versions = {"swe-agent": SWE_AGENT_VERSION, "mini-swe-agent": MINI_VERSION}
+    return {"name": agent, "version": versions.get(agent, "this repository's")}
 
 
 def build_image(context: Path, name: str) -> dict[str, str]:
@@ -166,8 +173,8 @@ def build_image(context: Path, name: str) -> dict[str, str]:
 
 def _docker(arguments: list[str], wrong: str, show: bool = False) -> str:
     try:
-        done = subprocess.run(["docker", *arguments], stdout=None if show else subprocess.PIPE, stderr=None if show else subprocess.PIPE,
-                              text=True)
+        output = None if show else subprocess.PIPE
+        done = subprocess.run(["docker", *arguments], stdout=output, stderr=output, text=True)
     except FileNotFoundError:
         raise SettingError("docker is not on the path; install Docker, or give --skip-image") from None
     if done.returncode:
@@ -178,7 +185,8 @@ def _docker(arguments: list[str], wrong: str, show: bool = False) -> str:
 def _only_wheel(folder: TaskFolder) -> Path:
     found = sorted((folder.root / "dist").glob("rl_rock-*.whl"))
     if len(found) != 1:
-        raise SettingError(f"{folder.root / 'dist'} holds {len(found)} rl_rock wheels; run `harbor_env/setup.sh control`, or give --wheel")
+        raise SettingError(
+            f"{folder.root / 'dist'} holds {len(found)} rl_rock wheels; run `harbor_env/setup.sh control`, or give --wheel")
     return found[0]
 
 

@@ -26,7 +26,8 @@ class Turn:
 
     def __post_init__(self):
         if len(self.sampled) != len(self.logprobs):
-            raise ValueError(f"turn {self.index}: {len(self.sampled)} sampled tokens and {len(self.logprobs)} log-probabilities")
+            raise ValueError(
+                f"turn {self.index}: {len(self.sampled)} sampled tokens and {len(self.logprobs)} log-probabilities")
 
 
 @dataclass

@@ -89,7 +89,8 @@ class RockSandbox:
 
     async def execute(self, command, timeout=60.0, cwd=None, env=None) -> Outcome:
         if timeout > REQUEST_SECONDS:
-            raise ValueError(f"timeout is {timeout}; ROCK ends a request after {REQUEST_SECONDS:.0f} s, so start longer ones detached")
+            raise ValueError(f"timeout is {timeout}; ROCK ends a request after {REQUEST_SECONDS:.0f} s, so start longer "
+                             "ones detached")
         from rock.actions import Command
 
         request = Command(command=list(command), timeout=timeout, cwd=cwd, env=env)
@@ -171,10 +172,12 @@ async def close_left_over(settings: RockSettings, notes: Path) -> list[str]:
             note = json.loads(file.read_text())
             if _process_start(note["pid"]) == note["started"]:
                 continue
-            sdk = sandbox_type(config_type(base_url=note["base_url"], cluster=note["cluster"], extra_headers=dict(settings.extra_headers)))
+            sdk = sandbox_type(config_type(base_url=note["base_url"], cluster=note["cluster"],
+                                           extra_headers=dict(settings.extra_headers)))
             sdk._sandbox_id = file.stem  # `attach` refuses one that is gone already.
             await RockSandbox(sdk, notes).close()
-            closed.append(file.stem)
+            if not file.exists():
+                closed.append(file.stem)
     return closed
 
 

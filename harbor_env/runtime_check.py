@@ -1,4 +1,4 @@
-"""Says which versions the server's environment has, as JSON; with --gpu-check a small product on GPU 0 is compared with the CPU's.
+"""Says which versions the server's environment has, as JSON; --gpu-check compares a small product on GPU 0 with the CPU's.
 
 Owns that look. Runs in the server's environment, by its path, and imports nothing of this package.
 """

@@ -37,7 +37,7 @@ def main(options: argparse.Namespace) -> int:
         commands = [worker_command(programs, settings)]
     else:
         check_free(settings.admin_port, "ROCK's admin", "rock.admin_port in config/runtime.yaml")
-        check_free(settings.ray_port, "ROCK's Ray", "rock.ray_port in config/runtime.yaml and ray.address in config/admin.yaml")
+        check_free(settings.ray_port, "ROCK's Ray", "rock.ray_port in runtime.yaml and ray.address in admin.yaml")
         commands = [ray_command(programs, settings), admin_command(programs, settings)]
     return foreground(commands, environment, folder.root / "logs" / f"rock-{options.service}.log")
 
@@ -46,9 +46,9 @@ def rock_environment(folder: TaskFolder, programs: Path) -> dict[str, str]:
     """Variables that worker, admin and Ray must agree on."""
     status = folder.root / "state" / "rock"
     status.mkdir(parents=True, exist_ok=True)
-    own = {"ROCK_WORKER_ENV_TYPE": "docker", "ROCK_ADMIN_ENV": "local", "ROCK_ADMIN_ROLE": "admin", "ROCK_TIME_ZONE": "Etc/UTC",
-           "ROCK_CONFIG": str(folder.config("admin")), "ROCK_SERVICE_STATUS_DIR": str(status), "RAY_USAGE_STATS_ENABLED": "0",
-           "PATH": f"{programs}:{os.environ.get('PATH', '/usr/bin:/bin')}"}
+    own = {"ROCK_WORKER_ENV_TYPE": "docker", "ROCK_ADMIN_ENV": "local", "ROCK_ADMIN_ROLE": "admin",
+           "ROCK_TIME_ZONE": "Etc/UTC", "ROCK_CONFIG": str(folder.config("admin")), "ROCK_SERVICE_STATUS_DIR": str(status),
+           "RAY_USAGE_STATS_ENABLED": "0", "PATH": f"{programs}:{os.environ.get('PATH', '/usr/bin:/bin')}"}
     return {**{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}, **own}
 
 
@@ -60,13 +60,14 @@ def ray_command(programs: Path, settings: RockServiceSettings) -> list[str]:
     """Logical resources well above the real ones: an actor whose start failed keeps its share."""
     port = settings.ray_port
     return [str(programs / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
-            f"--ray-client-server-port={port + 1}", "--min-worker-port=31000", "--max-worker-port=31200", "--include-dashboard=false",
-            "--disable-usage-stats", "--num-cpus=64", "--memory=256000000000", "--object-store-memory=200000000",
-            f"--temp-dir=/tmp/harbor-ray-{port}"]
+            f"--ray-client-server-port={port + 1}", "--min-worker-port=31000", "--max-worker-port=31200",
+            "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=64", "--memory=256000000000",
+            "--object-store-memory=200000000", f"--temp-dir=/tmp/harbor-ray-{port}"]
 
 
 def admin_command(programs: Path, settings: RockServiceSettings) -> list[str]:
-    return [str(programs / "uvicorn"), "rock.admin.main:create_app", "--factory", "--host", "127.0.0.1", "--port", str(settings.admin_port)]
+    return [str(programs / "uvicorn"), "rock.admin.main:create_app", "--factory",
+            "--host", "127.0.0.1", "--port", str(settings.admin_port)]
 
 
 def foreground(commands: list[list[str]], environment: dict[str, str], log: Path) -> int:
@@ -84,7 +85,8 @@ def foreground(commands: list[list[str]], environment: dict[str, str], log: Path
     with open(log, "a") as output:
         try:
             for command in commands:
-                started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True))
+                started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT,
+                                                start_new_session=True))
                 print(f"{Path(command[0]).name} runs as process {started[-1].pid}; its log is {log}", flush=True)
                 if command is not commands[-1]:
                     time.sleep(8)  # The admin gives up when Ray is not there yet.

@@ -164,10 +164,12 @@ def load(folder: TaskFolder, *, max_tokens: int | None = None, task_id: str | No
     harbor = read(folder.config("harbor"), HarborSettings)
     runtime = read(folder.config("runtime"), RuntimeSettings)
     if task_id is not None and task_id != harbor.task.id:
-        raise SettingError(f"--task-id is {task_id}, and config/harbor.yaml is for {harbor.task.id}; configure a new folder for it")
+        raise SettingError(
+            f"--task-id is {task_id}, and config/harbor.yaml is for {harbor.task.id}; configure a new folder for it")
     if max_tokens is not None:
         runtime = dataclasses.replace(runtime, client=dataclasses.replace(runtime.client, max_tokens=max_tokens))
-    return Settings(folder, harbor, runtime, budget_of(harbor.agent, runtime.client, context_tokens(folder.config("engine"))))
+    context = context_tokens(folder.config("engine"))
+    return Settings(folder, harbor, runtime, budget_of(harbor.agent, runtime.client, context))
 
 
 def budget_of(agent: AgentSettings, client: ClientSettings, context: int) -> Budget:
@@ -178,8 +180,8 @@ def budget_of(agent: AgentSettings, client: ClientSettings, context: int) -> Bud
     if len(set(limits.values())) > 1:
         raise SettingError("the output limits differ: " + ", ".join(f"{name} is {value}" for name, value in limits.items())
                            + "; set all three to one number")
-    return Budget(agent.max_input_tokens, agent.max_output_tokens, context, agent.max_observation_length, agent.last_n_observations,
-                  agent.per_instance_call_limit)
+    return Budget(agent.max_input_tokens, agent.max_output_tokens, context, agent.max_observation_length,
+                  agent.last_n_observations, agent.per_instance_call_limit)
 
 
 def context_tokens(engine: Path) -> int:
@@ -190,7 +192,8 @@ def context_tokens(engine: Path) -> int:
     except (KeyError, TypeError):
         length = None
     if type(length) is not int:
-        raise SettingError(f"{engine}: actor_rollout_ref.rollout.max_model_len is {length!r}; it must be the context length in tokens")
+        raise SettingError(f"{engine}: actor_rollout_ref.rollout.max_model_len is {length!r}; it must be the context length "
+                           "in tokens")
     return length
 
 
@@ -222,7 +225,8 @@ def _made(values: Any, kind: type, file: str, path: str) -> Any:
         inner = _class_of(described.type)
         if name in values:
             here = f"{path}{name}"
-            made[name] = _made(values[name], inner, file, f"{here}.") if inner else _checked(values[name], described.type, file, here)
+            value = values[name]
+            made[name] = _made(value, inner, file, f"{here}.") if inner else _checked(value, described.type, file, here)
         elif described.default is dataclasses.MISSING and described.default_factory is dataclasses.MISSING:
             raise SettingError(f"{file}: {path}{name} is missing")
     return kind(**made)
@@ -237,6 +241,7 @@ def _checked(value: Any, annotation: str, file: str, path: str) -> Any:
     base = annotation.partition("[")[0]
     kinds = {"int": int, "float": (int, float), "str": str, "bool": bool, "dict": dict}[base]
     if not isinstance(value, kinds) or (isinstance(value, bool) and base != "bool"):
-        words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false", "dict": "a section"}[base]
+        words = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false",
+                 "dict": "a section"}[base]
         raise SettingError(f"{file}: {path} is {value!r}; it must be {words}")
     return value

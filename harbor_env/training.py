@@ -46,7 +46,8 @@ def with_kl_penalty(rows: Rows[Example], reference: Rows[Rows[float | None]], be
 
     `reference[i]`: nats of each token of sequence i under the reference; unscored ones are None. Returns the mean d too.
     """
-    gaps = [[q - r if drawn else 0.0 for q, r, drawn in zip(row.sequence.logprobs, scores, row.sequence.sampled, strict=True)]
+    gaps = [[q - r if drawn else 0.0
+             for q, r, drawn in zip(row.sequence.logprobs, scores, row.sequence.sampled, strict=True)]
             for row, scores in zip(rows, reference, strict=True)]
     count = sum(sum(row.sequence.sampled) for row in rows)
     mean = math.fsum(gap for line in gaps for gap in line) / count if count else 0.0

@@ -43,4 +43,5 @@ class BakedAgent(BaseAgent):
         result = await environment.exec(line, env={**env, "HOME": "/root"})
         if result.return_code != 0:
             tail = await environment.exec(f"tail -n 5 /logs/agent/{self.name()}.log")
-            raise NonZeroAgentExitCodeError(f"{self.name()} ended with status {result.return_code}: {(tail.stdout or '').strip()[-500:]}")
+            raise NonZeroAgentExitCodeError(
+                f"{self.name()} ended with status {result.return_code}: {(tail.stdout or '').strip()[-500:]}")

@@ -36,7 +36,8 @@ class BashAgent(BaseAgent):
         pass
 
     async def run(self, instruction, environment, context) -> None:
-        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": instruction.strip()}]
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM},
+                                          {"role": "user", "content": instruction.strip()}]
         context.n_input_tokens = context.n_output_tokens = 0
         for _ in range(self.limits.per_instance_call_limit):
             body = await asyncio.to_thread(self._ask, messages)

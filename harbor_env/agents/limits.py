@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Limits:
-    """`api_base` is the model service's address as the task's container sees it, `runtime` the folder with the baked agent."""
+    """`api_base` is the model service's address for the task's container, `runtime` the folder with the baked agent."""
 
     api_base: str
     runtime: str = "/opt/agent-runtime"

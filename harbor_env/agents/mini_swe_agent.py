@@ -21,8 +21,8 @@ class MiniSweAgent(BakedAgent):
                     "agent.step_limit": limits.per_instance_call_limit,
                     **{f"model.model_kwargs.{name}": value for name, value in limits.completion_kwargs.items()}}
         flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        return [self.path, "-m", self.model_name or "openai/policy", "-t", instruction, "-y", "--exit-immediately", "-l", "0",
-                "-c", "mini", *flags, "-o", "/logs/agent/mini.traj.json"]
+        return [self.path, "-m", self.model_name or "openai/policy", "-t", instruction, "-y", "--exit-immediately",
+                "-l", "0", "-c", "mini", *flags, "-o", "/logs/agent/mini.traj.json"]
 
     async def run(self, instruction, environment, context) -> None:
         await self.start(environment, self.command(instruction), {

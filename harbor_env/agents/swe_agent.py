@@ -22,9 +22,10 @@ class SweAgent(BakedAgent):
     def command(self, repository: str) -> list[str]:
         limits = self.limits
         model = {"name": self.model_name or "openai/policy", "api_base": limits.api_base, "api_key": "none",
-                 "per_instance_cost_limit": 0, "total_cost_limit": 0, "per_instance_call_limit": limits.per_instance_call_limit,
-                 "max_input_tokens": limits.max_input_tokens, "max_output_tokens": limits.max_output_tokens,
-                 "temperature": limits.temperature, "completion_kwargs": limits.completion_json}
+                 "per_instance_cost_limit": 0, "total_cost_limit": 0,
+                 "per_instance_call_limit": limits.per_instance_call_limit, "max_input_tokens": limits.max_input_tokens,
+                 "max_output_tokens": limits.max_output_tokens, "temperature": limits.temperature,
+                 "completion_kwargs": limits.completion_json}
         keep = [{"type": "last_n_observations", "n": limits.last_n_observations}]
         return [self.path, "run", *(f"--agent.model.{name}={value}" for name, value in model.items()),
                 f"--agent.templates.max_observation_length={limits.max_observation_length}",

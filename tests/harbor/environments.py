@@ -38,8 +38,8 @@ def _setup(*arguments: str) -> None:
 
 
 def _run(*command) -> None:
-    done = subprocess.run([str(part) for part in command], env={**os.environ, "TASK": str(FOLDER)}, capture_output=True, text=True,
-                          timeout=540)
+    done = subprocess.run([str(part) for part in command], env={**os.environ, "TASK": str(FOLDER)}, capture_output=True,
+                          text=True, timeout=540)
     assert done.returncode == 0, f"{command[0]} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
 
 

@@ -31,7 +31,8 @@ class LocalSandbox:
         self.commands.append(list(command))
         variables = env or {**os.environ, "PATH": f"{self.programs}:{os.environ['PATH']}"}
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd or self.folder, env=variables)
+            *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=cwd or self.folder, env=variables)
         try:
             out, err = await asyncio.wait_for(process.communicate(), timeout)
         except TimeoutError:

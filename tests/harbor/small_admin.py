@@ -82,7 +82,8 @@ async def start(body: dict):
         port = probe.getsockname()[1]
     sandbox = {"port": port, "asked": body, "process": None, "failed": None, "since": time.time()}
     if body["image"].startswith("missing"):
-        sandbox["failed"] = {"image_pull": {"status": "failed", "message": f"docker pull failed: no such image {body['image']}"}}
+        message = f"docker pull failed: no such image {body['image']}"
+        sandbox["failed"] = {"image_pull": {"status": "failed", "message": message}}
     elif body["image"].startswith("engine-down"):
         sandbox["failed"] = {"docker_run": {"status": "failed", "message": "Cannot connect to the Docker daemon"}}
     elif body["image"].startswith("refused"):
@@ -91,12 +92,12 @@ async def start(body: dict):
         home = folder / name
         home.mkdir(parents=True)
         sandbox["process"] = subprocess.Popen(
-            [Path(sys.executable).parent / "rocklet", "--host", "127.0.0.1", "--port", str(port)], cwd=home, start_new_session=True,
-            stdout=open(home / "rocklet.log", "w"), stderr=subprocess.STDOUT,
+            [Path(sys.executable).parent / "rocklet", "--host", "127.0.0.1", "--port", str(port)], cwd=home,
+            start_new_session=True, stdout=open(home / "rocklet.log", "w"), stderr=subprocess.STDOUT,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
     sandboxes[name] = sandbox
-    return good({**SandboxResponse().model_dump(mode="json"), "sandbox_id": name, "host_name": "here", "host_ip": "127.0.0.1",
-                 "cpus": body["cpus"], "memory": body["memory"]})
+    return good({**SandboxResponse().model_dump(mode="json"), "sandbox_id": name, "host_name": "here",
+                 "host_ip": "127.0.0.1", "cpus": body["cpus"], "memory": body["memory"]})
 
 
 @app.get(f"{PREFIX}/get_status")
@@ -104,9 +105,11 @@ async def status(sandbox_id: str, include_all_states: bool = False):
     sandbox = sandboxes.get(sandbox_id)
     if sandbox is None:
         return bad("get sandbox status failed", f"sandbox {sandbox_id} not found")
-    phases = sandbox["failed"] or {"image_pull": {"status": "success", "message": ""}, "docker_run": {"status": "running", "message": ""}}
+    phases = sandbox["failed"] or {"image_pull": {"status": "success", "message": ""},
+                                   "docker_run": {"status": "running", "message": ""}}
     up = alive(sandbox) and await answers(sandbox)
-    return good(SandboxStatusResponse(sandbox_id=sandbox_id, status=phases, is_alive=up, image=sandbox["asked"]["image"], host_name="here"))
+    return good(SandboxStatusResponse(sandbox_id=sandbox_id, status=phases, is_alive=up, image=sandbox["asked"]["image"],
+                                      host_name="here"))
 
 
 async def answers(sandbox: dict) -> bool:
@@ -155,7 +158,8 @@ def end(sandbox: dict | None) -> None:
 
 
 async def main() -> None:
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", timeout_keep_alive=60))
+    config = uvicorn.Config(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning", timeout_keep_alive=60)
+    server = uvicorn.Server(config)
     try:
         await server.serve()
     finally:

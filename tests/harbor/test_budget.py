@@ -14,8 +14,8 @@ def conversation(observations):
 
 
 def test_the_defaults_are_the_quick_starts():
-    assert vars(Budget()) == {"input_tokens": 32768, "output_tokens": 8192, "context_tokens": 65536, "observation_chars": 12000,
-                              "observations_kept": 8, "turns": 32}
+    assert vars(Budget()) == {"input_tokens": 32768, "output_tokens": 8192, "context_tokens": 65536,
+                              "observation_chars": 12000, "observations_kept": 8, "turns": 32}
 
 
 def test_input_and_output_must_fit_the_context():

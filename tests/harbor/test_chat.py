@@ -17,7 +17,8 @@ def test_a_whole_conversation_is_reduced_to_what_is_rendered():
         "model": "openai/policy", "temperature": 0.2, "max_tokens": 100, "tools": [BASH],
         "messages": [
             {"role": "developer", "content": "rules"},
-            {"role": "user", "content": [{"type": "text", "text": "fix "}, {"type": "text", "text": "it", "cache_control": {}}]},
+            {"role": "user", "content": [{"type": "text", "text": "fix "},
+                                         {"type": "text", "text": "it", "cache_control": {}}]},
             {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm", "refusal": None},
             {"role": "tool", "tool_call_id": "c1", "name": "bash", "content": "a.py"},
         ]})
@@ -43,8 +44,8 @@ def test_a_whole_conversation_is_reduced_to_what_is_rendered():
     ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content is a int"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\].content\[0\] is 'image_url'"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}, r"tool_calls\[0\] has no function"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "b", "arguments": "{"}}]}]}, "not the JSON text"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "b", "arguments": "[1]"}}]}]}, "not the JSON text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "b", "arguments": "{"}}]}]}, "not the JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "b", "arguments": "1"}}]}]}, "not the JSON"),
     ({"messages": [USER], "tools": [{"type": "web_search"}]}, r"tools\[0\] is no function"),
     ({"messages": [USER], "tools": "bash"}, "tools is a str"),
 ])

@@ -48,7 +48,8 @@ def test_the_quick_starts_defaults(folder):
         "base_url": "http://127.0.0.1:18080", "cluster": "local", "image": "tinker-harbor:local", "extra_headers": {}}
     assert harbor["agent"] == {
         "name": "swe-agent", "max_input_tokens": 32768, "max_output_tokens": 8192, "per_instance_call_limit": 32,
-        "temperature": 1.0, "completion_kwargs": {"max_tokens": 8192}, "max_observation_length": 12000, "last_n_observations": 8}
+        "temperature": 1.0, "completion_kwargs": {"max_tokens": 8192}, "max_observation_length": 12000,
+        "last_n_observations": 8}
     assert harbor["task"]["path"] == str(folder.tasks / "sympy__sympy-19637")
     assert harbor["job"]["jobs_dir"] == "/data/logs/user-defined/jobs" and harbor["model_service"]["port"] == 28080
     settings = load(folder)
@@ -208,7 +209,8 @@ def test_run_refuses_before_it_starts_anything(folder, capsys, more, named):
 
 @pytest.mark.parametrize(("more", "named"), [
     (["grpo", "--group-size", "1"], "--group-size is 1"), (["grpo", "--num-steps", "0"], "--num-steps is 0"),
-    (["ppo", "--max-train-transitions", "0"], "--max-train-transitions is 0"), (["ppo-kl", "--kl-beta", "-1"], "--kl-beta is -1"),
+    (["ppo", "--max-train-transitions", "0"], "--max-train-transitions is 0"),
+    (["ppo-kl", "--kl-beta", "-1"], "--kl-beta is -1"),
 ])
 def test_flags_out_of_their_bounds_are_named(folder, capsys, more, named):
     configure(folder)

@@ -148,7 +148,8 @@ def test_the_kl_penalty_is_against_the_base_model(service, tmp_path):
     async def play(name, sampler, folder):
         sampled = [30, 40]
         # The policy moved on one token only, as a real one would move on each by another amount.
-        drawn = Turn(1, (1, 2), tuple(sampled), (logprob(30, 0.2), logprob(40)), "stop", turn(1, [1], [2]).request, turn(1, [1], [2]).answer)
+        said = turn(1, [1], [2])
+        drawn = Turn(1, (1, 2), tuple(sampled), (logprob(30, 0.2), logprob(40)), "stop", said.request, said.answer)
         return Episode(name, "t", [drawn], 1.0)
 
     asyncio.run(run_ppo(play, trained, tmp_path / "b", Options(kl_beta=0.5), {}))
@@ -165,7 +166,8 @@ def test_grpo_trains_on_the_difference_within_a_group(service, tmp_path):
     assert outcome.complete and outcome.skipped == []
     assert step["group_returns"] == [1.0, 0.0] and step["group_advantages"] == [0.5, -0.5]
     assert step["rollouts_succeeded"] == 2 and step["rollouts_dropped"] == {} and step["skipped"] is None
-    assert step["fwdbwd_metrics"]["loss:sum"] == pytest.approx(0.0, abs=1e-5) and step["fwdbwd_metrics"]["tokens_trained"] == 6
+    assert step["fwdbwd_metrics"]["loss:sum"] == pytest.approx(0.0, abs=1e-5)
+    assert step["fwdbwd_metrics"]["tokens_trained"] == 6
     assert step["published_sampling_client"].startswith("tinker://") and step["time_seconds"] >= 0
     assert read(tmp_path / "result.json")["steps"] == [step] and read(tmp_path / "result.json")["task_id"] == "t"
     first, second = (read(tmp_path / "step_000" / f"rollout_{i:02d}.json") for i in (0, 1))
@@ -204,7 +206,8 @@ def test_each_step_plays_with_the_weights_of_the_one_before(service, tmp_path):
     first, second, third = play.samplers[0], play.samplers[2], play.samplers[4]
     assert play.samplers[1] is first and second is not first and third is second, "a skipped step publishes nothing"
     result = read(tmp_path / "result.json")
-    assert [s["step"] for s in result["steps"]] == [0, 1, 2] and outcome.skipped == result["skipped"] and len(outcome.skipped) == 1
+    assert [s["step"] for s in result["steps"]] == [0, 1, 2]
+    assert outcome.skipped == result["skipped"] and len(outcome.skipped) == 1
 
 
 def test_episodes_run_side_by_side_up_to_the_limit(service, tmp_path):
@@ -242,7 +245,8 @@ def test_all_weights_can_be_trained(tmp_path):
         server.stop()
 
 
-@pytest.mark.parametrize(("more", "named"), [({"rank": -1}, "--lora-rank is -1"), ({"learning_rate": 0.0}, "--learning-rate is 0")])
+@pytest.mark.parametrize(("more", "named"), [
+    ({"rank": -1}, "--lora-rank is -1"), ({"learning_rate": 0.0}, "--learning-rate is 0")])
 def test_flags_of_the_learner_are_checked(service, more, named):
     with pytest.raises(SettingError, match=named):
         learner(service, **more)

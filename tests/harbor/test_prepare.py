@@ -15,7 +15,8 @@ from harbor_env.prepare_sandbox import agent_version, dockerfile
 def source(tmp_path):
     task = tmp_path / "source"
     for name, text in {"instruction.md": "fix\n", "task.toml": "[task]\n", "environment/Dockerfile": "FROM x\n",
-                       "environment/patch.bin": "\x00\x01", "tests/test.sh": "#!/bin/sh\n", "solution/solve.sh": "#!/bin/sh\n"}.items():
+                       "environment/patch.bin": "\x00\x01", "tests/test.sh": "#!/bin/sh\n",
+                       "solution/solve.sh": "#!/bin/sh\n"}.items():
         (task / name).parent.mkdir(parents=True, exist_ok=True)
         (task / name).write_text(text)
     (task / "tests" / "test.sh").chmod(0o755)
@@ -34,11 +35,12 @@ def wheel(tmp_path):
 
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
-    """A program in Docker's place that says what it was asked; whether the real one builds the recipe shows with the containers."""
+    """A program in Docker's place that says what it was asked; the real one builds the recipe with the containers."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "docker").write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\n[ -f {tmp_path}/down ] && "
-                                     "{ echo 'Cannot connect to the Docker daemon' >&2; exit 1; }\n[ \"$1\" = image ] && echo sha256:abc\nexit 0\n")
+    (programs / "docker").write_text(
+        f"#!/bin/sh\necho \"$@\" >> {tmp_path}/asked\n[ -f {tmp_path}/down ] && "
+        "{ echo 'Cannot connect to the Docker daemon' >&2; exit 1; }\n[ \"$1\" = image ] && echo sha256:abc\nexit 0\n")
     (programs / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     return tmp_path
@@ -86,7 +88,8 @@ def test_the_image_has_the_wheel_and_the_rocklets_files(tmp_path, source, wheel,
                    "--agent", "mini-swe-agent") == 0
     context = tmp_path / "task" / "sandbox-preparation" / "context"
     assert {f.name for f in context.iterdir()} == {"Dockerfile", wheel.name, "sandbox.txt", "local_files", "images"}
-    assert (context / "local_files" / "docker_run.sh").is_file() and (context / "images" / "base.tgz").read_bytes() == b"image"
+    assert (context / "local_files" / "docker_run.sh").is_file()
+    assert (context / "images" / "base.tgz").read_bytes() == b"image"
     asked = (tmp_path / "asked").read_text()
     assert f"build -t team/outer:1 {context}" in asked
     said = manifest(tmp_path / "task")
@@ -98,9 +101,11 @@ def test_the_image_has_the_wheel_and_the_rocklets_files(tmp_path, source, wheel,
 @pytest.mark.parametrize("agent", ["swe-agent", "mini-swe-agent", "bash-agent"])
 def test_the_agents_runtime_is_pinned_and_apart_from_the_task(agent):
     recipe = dockerfile("debian:trixie-slim", "rl_rock-1.11.0-py3-none-any.whl", agent)
-    assert recipe.startswith("FROM debian:trixie-slim\n") and "harbor==0.25.0" in recipe and "VOLUME /var/lib/docker" in recipe
+    assert recipe.startswith("FROM debian:trixie-slim\n")
+    assert "harbor==0.25.0" in recipe and "VOLUME /var/lib/docker" in recipe
     version = agent_version(agent)["version"]
-    assert agent == "bash-agent" or (version in recipe and f"/opt/agent-runtime/bin/{agent.removesuffix('-swe-agent').replace('-', '')}" in recipe)
+    program = {"swe-agent": "bin/sweagent", "mini-swe-agent": "bin/mini"}.get(agent)
+    assert program is None or (version in recipe and f"/opt/agent-runtime/{program}" in recipe)
 
 
 def test_no_engine_no_wheel_and_no_docker_are_each_one_error(tmp_path, source, wheel, docker, capsys, monkeypatch):
@@ -113,10 +118,12 @@ def test_no_engine_no_wheel_and_no_docker_are_each_one_error(tmp_path, source, w
     other = tmp_path / "other.whl"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("rock/rocklet/local_files/a", "")
-    assert prepare(tmp_path / "task", source, "--wheel", str(other)) == 2 and "docker is not on the path" in capsys.readouterr().err
+    assert prepare(tmp_path / "task", source, "--wheel", str(other)) == 2
+    assert "docker is not on the path" in capsys.readouterr().err
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("something", "")
-    assert prepare(tmp_path / "task", source, "--wheel", str(other)) == 2 and "give the wheel of rl-rock" in capsys.readouterr().err
+    assert prepare(tmp_path / "task", source, "--wheel", str(other)) == 2
+    assert "give the wheel of rl-rock" in capsys.readouterr().err
 
 
 def test_a_task_that_cannot_be_fetched_says_why(tmp_path, capsys, monkeypatch):

@@ -293,15 +293,15 @@ async def test_rock_that_stays_away_ends_the_run(tmp_path, sandbox_programs):
 
 
 async def test_what_rocks_own_client_reads_is_what_ours_wrote(tmp_path, sandbox_programs):
-    """Our answers are ones that `rock model-service anti-call-llm` takes for its own, so either may go on after the other."""
+    """`rock model-service anti-call-llm` takes our answers for its own, so either may go on after the other."""
     async with service_in(tmp_path / "s", sandbox_programs) as service:
         async def agent():
             return await ask(service, "first")
 
         await answering(PullRunner(service, echo, QUICK), agent())
         second = asyncio.create_task(ask(service, "second"))
-        shell = (f"ROCK_MODEL_SERVICE_DATA_DIR={tmp_path / 's' / 'ms'} rock model-service anti-call-llm --index 1 --response "
-                 "'{\"late\": 1}' 2>/dev/null")
+        shell = (f"ROCK_MODEL_SERVICE_DATA_DIR={tmp_path / 's' / 'ms'} rock model-service anti-call-llm --index 1 "
+                 "--response '{\"late\": 1}' 2>/dev/null")
         outcome = await service.sandbox.execute(["bash", "-c", shell], timeout=40)
         assert said(json.loads(outcome.stdout.strip().splitlines()[-1])) == "second"
         second.cancel()

@@ -1,4 +1,4 @@
-"""The reader agrees with Harbor's own verdict on trees that Harbor made (`recorded/record.py`), and distrusts spoilt ones."""
+"""The reader agrees with Harbor's own verdict on trees that Harbor made (`recorded/record.py`), and distrusts others."""
 
 import json
 import shutil
@@ -78,7 +78,8 @@ def test_a_job_without_trials_is_a_failure_with_its_last_words(tmp_path):
     (lambda r: r["verifier_result"].update(rewards={"style": 1}), "no_reward", "gave style, and no `reward`"),
     (lambda r: r["verifier_result"].update(rewards={"reward": True}), "no_reward", "gave no reward"),
     (lambda r: r["verifier_result"].update(rewards={"reward": float("inf")}), "no_reward", "the reward is inf"),
-    (lambda r: r.update(step_results=[{"exception_info": {"exception_type": "HealthcheckError"}}]), "agent_failed", "Health"),
+    (lambda r: r.update(step_results=[{"exception_info": {"exception_type": "HealthcheckError"}}]), "agent_failed",
+     "HealthcheckError"),
     (lambda r: r.update(exception_info={"exception_type": "SomethingNew"}), "agent_failed", "SomethingNew"),
 ])
 def test_a_spoilt_result_is_not_trusted(tmp_path, change, cause, named):

@@ -72,7 +72,8 @@ def test_files_arrive_as_they_are(admin, tmp_path):
 
 def test_settings_reach_rock(admin):
     async def work():
-        more = {"cluster": "my-cluster", "extra_headers": {"X-Key": "k1"}, "memory": "3g", "cpus": 1.5, "auto_clear_seconds": 90}
+        more = {"cluster": "my-cluster", "extra_headers": {"X-Key": "k1"}, "memory": "3g", "cpus": 1.5,
+                "auto_clear_seconds": 90}
         async with rock_sandbox(settings(admin, **more)) as sandbox:
             await sandbox.execute(["true"])
             return sandbox.sandbox_id, admin.state()
@@ -80,7 +81,8 @@ def test_settings_reach_rock(admin):
     name, state = asyncio.run(work())
     assert state["headers"]["x-cluster"] == "my-cluster" and state["headers"]["x-key"] == "k1"
     asked = state["sandboxes"][name]["asked"]
-    assert asked["memory"] == "3g" and asked["cpus"] == 1.5 and asked["auto_clear_time_minutes"] == 2 and asked["disk"] is None
+    assert asked["memory"] == "3g" and asked["cpus"] == 1.5
+    assert asked["auto_clear_time_minutes"] == 2 and asked["disk"] is None
 
 
 @pytest.mark.parametrize(("image", "named"), [
@@ -157,8 +159,8 @@ asyncio.run(work())
 
 
 def holder(admin, notes):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, admin.url, str(notes)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                               text=True)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, admin.url, str(notes)], stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, text=True)
     assert process.stdout.readline() == "holding\n"
     return process
 
@@ -230,7 +232,8 @@ def test_turns_pass_through_rock_to_the_real_model_service(admin):
                         if i == 2:
                             admin.fail(http_503=2)
                         body = {"messages": [{"role": "user", "content": f"turn {i}"}]}
-                        answers.append((await http.post(f"http://127.0.0.1:{service.port}/v1/chat/completions", json=body)).json())
+                        url = f"http://127.0.0.1:{service.port}/v1/chat/completions"
+                        answers.append((await http.post(url, json=body)).json())
                 ended.set()
                 return answers
 

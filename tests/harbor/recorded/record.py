@@ -143,8 +143,8 @@ def make_task(folder: Path, name: str) -> Path:
 async def run_job(folder: Path, name: str, task: Path) -> None:
     job = await Job.create(JobConfig(
         job_name=name, jobs_dir=folder / "jobs", n_concurrent_trials=1, quiet=True, retry={"max_retries": 0},
-        environment=EnvironmentConfig(import_path=f"{__name__}:Folder"), agents=[AgentConfig(import_path=f"{__name__}:Agent")],
-        tasks=[TaskConfig(path=task)]))
+        environment=EnvironmentConfig(import_path=f"{__name__}:Folder"),
+        agents=[AgentConfig(import_path=f"{__name__}:Agent")], tasks=[TaskConfig(path=task)]))
     await job.run()
 
 
@@ -174,7 +174,8 @@ def judge(folder: Path) -> None:
     for file in sorted((folder / "jobs").glob("*/*/result.json")):
         result = TrialResult.model_validate_json(file.read_text())
         rewards = result.verifier_result.rewards if result.verifier_result else None
-        verdicts[file.parts[-3]] = {"reward_valid": result.reward_valid, "failure_cause": result.failure_cause, "rewards": rewards}
+        verdicts[file.parts[-3]] = {"reward_valid": result.reward_valid, "failure_cause": result.failure_cause,
+                                   "rewards": rewards}
     policies = {name: policy.reward_valid for name, policy in ERROR_POLICIES.items()}
     (folder / "jobs" / "verdicts.json").write_text(json.dumps({"trials": verdicts, "errors": policies}, indent=2) + "\n")
 
