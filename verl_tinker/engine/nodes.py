@@ -5,6 +5,7 @@ Owns the wait for it. Does not place anything: verl asks Ray for what `core.plac
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -34,14 +35,14 @@ def missing(roles: Sequence[Role], device: str, nodes: list[dict], free: dict[st
     return ""
 
 
-def wait_for(settings: EngineSettings, limit_s: float, report: Callable[[str], None]) -> None:
+async def wait_for(settings: EngineSettings, limit_s: float, report: Callable[[str], None]) -> None:
     """Return when the cluster that this process is in has what is needed; EngineError after `limit_s`."""
     device, deadline = "GPU" if settings.device == "cuda" else "CPU", time.monotonic() + limit_s
     while lacks := missing(settings.roles, device, ray.nodes(), ray.available_resources()):
         if time.monotonic() > deadline:
             raise EngineError(f"the Ray cluster: {lacks}; add nodes, or end what else runs there")
         report(f"waiting for the Ray cluster: {lacks}")
-        time.sleep(_POLL_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def installed() -> dict[str, str]:

@@ -20,6 +20,7 @@ from verl_tinker.core.types import Datum, ForwardBackwardResult
 from verl_tinker.engine import preset_loss
 from verl_tinker.engine.batches import make_batch, read_losses, read_logprobs
 from verl_tinker.engine.settings import EngineSettings
+from verl_tinker.engine.threads import Threads
 from verl_tinker.engine.waiting import answer_of
 from verl_tinker.engine.worker import TinkerWorker
 
@@ -30,8 +31,9 @@ _REGROUP_SECONDS = 60.0
 class Trainer:
     """Blocking calls of verl's worker group, run in threads and bounded in time."""
 
-    def __init__(self, settings: EngineSettings, environment: dict[str, str]):
+    def __init__(self, settings: EngineSettings, threads: Threads, environment: dict[str, str]):
         self.settings = settings
+        self.threads = threads
         self.environment = environment
         self.actor = omega_conf_to_dataclass(settings.verl_config.actor)
         self.group: RayWorkerGroup | None = None
@@ -120,7 +122,7 @@ class Trainer:
         # verl names the class of a bound method after it.
         name = getattr(function, "__name__", type(function).__name__)
         try:
-            return await answer_of("the trainer", name, asyncio.to_thread(function, *args), limit)
+            return await answer_of("the trainer", name, self.threads.run(function, *args), limit)
         except Unresponsive as error:
             # Its workers wait for each other for ever when one of them failed alone.
             self.stuck = error

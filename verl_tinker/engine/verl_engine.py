@@ -31,6 +31,7 @@ from verl_tinker.engine.cpu.environment import rollout_environment, worker_envir
 from verl_tinker.engine.sampler import AskOne, Sampler
 from verl_tinker.engine.settings import EngineSettings
 from verl_tinker.engine.teachers import Teachers
+from verl_tinker.engine.threads import Threads
 from verl_tinker.engine.trainer import Trainer
 from verl_tinker.engine.turns import Side, SideBySide, Turns
 
@@ -41,6 +42,7 @@ class VerlEngine:
     def __init__(self, settings: EngineSettings):
         self.settings = settings
         self.cluster = Cluster(settings.ray_address, settings.work_folder, settings.logical_gpus)
+        self.threads = Threads()
         self.trainer: Trainer | None = None
         self.sampler: Sampler | None = None
         self.teachers = Teachers(settings)
@@ -57,14 +59,15 @@ class VerlEngine:
     async def start(self, report: Callable[[str], None]) -> None:
         s = self.settings
         report("starting Ray")
-        await asyncio.to_thread(self.cluster.start)
+        self.threads.renew()
+        await self.threads.run(self.cluster.start)
         if s.device == "cuda" or s.ray_address:
-            await asyncio.to_thread(nodes.wait_for, s, s.start_timeout_s if s.ray_address else 0, report)
+            await nodes.wait_for(s, s.start_timeout_s if s.ray_address else 0, report)
         if s.ray_address:
-            await asyncio.to_thread(nodes.check_packages)
+            await self.threads.run(nodes.check_packages)
         report("starting the trainer" + (" and the sampler" if s.has_rollout else ""))
         on_cpu = s.device == "cpu"
-        self.trainer = Trainer(s, worker_environment(s.threads, self.cluster.rendezvous_file()) if on_cpu else {})
+        self.trainer = Trainer(s, self.threads, worker_environment(s.threads, self.cluster.rendezvous_file()) if on_cpu else {})
         if s.has_rollout:
             environment = rollout_environment(s.threads, s.kv_cache_gb, str(s.work_folder)) if on_cpu else {}
             self.sampler = Sampler(s, environment, s.mode != "full", self._verify)
@@ -83,7 +86,12 @@ class VerlEngine:
         if self.sampler is None:
             await self.trainer.start()
         elif self.settings.replica == "in_process":
-            await asyncio.gather(self.trainer.start(), self.sampler.start())
+            if self.settings.ray_address:
+                # Samplers that came first might leave no node with room for all of the trainer.
+                await self.trainer.start()
+                await self.sampler.start()
+            else:
+                await asyncio.gather(self.trainer.start(), self.sampler.start())
         else:
             # vLLM measures the memory that the trainer leaves, and takes its place on the trainer's GPUs.
             await self.trainer.start()
@@ -102,11 +110,11 @@ class VerlEngine:
         if self.sampler is not None:
             await self.sampler.close()
         if self.trainer is not None:
-            await asyncio.to_thread(self.trainer.close)
+            await self.threads.run(self.trainer.close)
         await self.teachers.close()
         self.sampler = self.trainer = self._trainer_ping = None
         self.runs, self.turns = {}, SideBySide()
-        await asyncio.to_thread(self.cluster.stop)
+        await self.threads.run(self.cluster.stop)
 
     def worker_logs(self) -> str:
         return self.cluster.logs()
