@@ -10,6 +10,7 @@ import io
 import json
 import shlex
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,10 @@ class HarborJob:
     async def _upload_folder(self, local: Path, target: str) -> None:
         if not local.is_dir():
             raise JobFailed(f"{local} is not there; run prepare-sandbox")
-        archive = local.parent / f".{local.name}.{self._name}.tgz"
-        try:
-            with tarfile.open(archive, "w:gz") as tar:
-                tar.add(local, ".", filter=lambda info: None if "__pycache__" in info.name else info)
-            await self._sandbox.upload(str(archive), f"{target}.tgz")
-        finally:
-            archive.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(suffix=".tgz") as archive:
+            with tarfile.open(archive.name, "w:gz") as tar:
+                tar.add(local.resolve(), ".", filter=lambda info: None if "__pycache__" in info.name else info)
+            await self._sandbox.upload(archive.name, f"{target}.tgz")
         place = shlex.quote(target)
         shell = f"mkdir -p {place} && tar -xzf {place}.tgz -C {place} --no-same-owner"
         await run(self._sandbox, ["bash", "-c", shell], JobFailed)

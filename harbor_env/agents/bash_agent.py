@@ -1,6 +1,7 @@
 """A small agent for small models: one tool, one shell command a turn, no runtime of its own in the task's container.
 
-Owns its loop. Runs in Harbor's process inside the sandbox; it ends with the first answer that calls nothing.
+Owns its loop. Runs in Harbor's process inside the sandbox. It ends with the second answer in a row that calls nothing, and
+leaves the last one as /logs/agent/answer.txt for the verifier.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SYSTEM = "You fix a repository with shell commands. Call bash to run one. When y
 BASH = {"type": "function", "function": {
     "name": "bash", "description": "Run a shell command in the repository.",
     "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
-COMMAND_SECONDS = 120
+COMMAND_SECONDS, PLAIN_ANSWERS = 120, 2
+AGAIN = "You called nothing. Call bash to go on, or answer once more to end."
 
 
 class BashAgent(BaseAgent):
@@ -38,7 +40,7 @@ class BashAgent(BaseAgent):
     async def run(self, instruction, environment, context) -> None:
         messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM},
                                           {"role": "user", "content": instruction.strip()}]
-        context.n_input_tokens = context.n_output_tokens = 0
+        context.n_input_tokens = context.n_output_tokens = plain = 0
         for _ in range(self.limits.per_instance_call_limit):
             body = await asyncio.to_thread(self._ask, messages)
             message = body["choices"][0]["message"]
@@ -46,9 +48,13 @@ class BashAgent(BaseAgent):
             context.n_output_tokens += body["usage"]["completion_tokens"]
             messages.append(message)
             (self.logs_dir / "messages.json").write_text(json.dumps(messages, indent=2))
-            if not message.get("tool_calls"):
+            plain = 0 if message.get("tool_calls") else plain + 1
+            if plain:
+                (self.logs_dir / "answer.txt").write_text(message["content"] or "")
+                messages.append({"role": "user", "content": AGAIN})
+            if plain == PLAIN_ANSWERS:
                 return
-            for call in message["tool_calls"]:
+            for call in message.get("tool_calls", []):
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": await self._run(call, environment)})
 
     async def _run(self, call: dict[str, Any], environment) -> str:

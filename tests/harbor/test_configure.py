@@ -140,6 +140,17 @@ def test_a_model_folder(folder, tmp_path):
     assert yaml.safe_load(folder.config("engine").read_text())["server"]["model_path"] == str(model)
 
 
+def test_a_small_model_as_the_page_says(folder):
+    """The bundled model's tokenizer is found without a hub; its renderer must be given, for the cookbook's table lacks it."""
+    budget = ["--context-tokens", "2048", "--input-tokens", "1500", "--output-tokens", "400", "--turns", "2",
+              "--preset", str(ROOT / "configs/quick_start/cpu.yaml"), "--agent", "bash-agent"]
+    model = ["--model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--renderer", "qwen3_instruct"]
+    assert configure(folder, *budget, model=model) == 0
+    client = load(folder).runtime.client
+    assert (Path(client.tokenizer) / "tokenizer.json").is_file()
+    assert yaml.safe_load(folder.config("engine").read_text())["server"]["model_path"] == "bundled:smollm2"
+
+
 def test_the_three_output_limits_must_agree(folder):
     configure(folder)
     load(folder, max_tokens=8192)
