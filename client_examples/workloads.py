@@ -115,9 +115,10 @@ WORKLOADS = {
             *_RECIPE, "dataset=gsm8k_sft.jsonl", "batch_size=64", "max_length=1024", "learning_rate=2e-5", "eval_every=0",
             "save_every=0", "max_steps=50"]), ["batch_size=8", "max_length=256", "learning_rate=1e-3", "max_steps=12"]),
         _gsm8k("warmup", "load_checkpoint_path={sft}", "dataset_builder.convo_prefix=None", "learning_rate=1e-6",
-               "eval_every=1", "max_steps=1", lite=[]),
+               "eval_every=1", "max_steps=1", lite=["max_tokens=32"]),
         _gsm8k("rl", "load_checkpoint_path={warmup}", "dataset_builder.convo_prefix=None", "learning_rate=1e-6",
-               "eval_every=50", "max_steps=100", lite=["learning_rate=1e-4", "max_steps=2"])),
+               "eval_every=50", "max_steps=100",
+               lite=["max_tokens=32", "learning_rate=1e-4", "max_steps=2"])),
         _sft_rl_checks(BFLOAT16), _sft_rl_checks(FLOAT32), solutions=True),
     "opd_deepmath": Workload((Stage("opd", Recipe("distillation.on_policy_distillation", [
         *_RECIPE, "teacher_model=Qwen/Qwen3-30B-A3B", "dataset=deepmath", "groups_per_batch=16", "group_size=2",

@@ -17,10 +17,11 @@ SETTINGS = ("distillation.teacher_models.smollm2.model_path=bundled:tiny",
 FLAGS = {
     "sft_tulu3": ["learning_rate=3e-3", "max_steps=12"],
     "sft_norobot": ["learning_rate=3e-3", "max_steps=12"],
+    "sft_norobot_no_rollout": ["learning_rate=3e-3", "max_steps=12"],
 }
 # Full fine-tuning first: it wants the workers to itself, and distillation leaves its session open when it exits.
-NAMES = ["sft_tulu3", "sft_norobot", "rl_gsm8k", "sft_rl_gsm8k", "sdft_single_task", "topk_distillation", "opd_deepmath",
-         "opd_multi_teacher"]
+NAMES = ["sft_tulu3", "sft_norobot", "sft_norobot_no_rollout", "rl_gsm8k", "sft_rl_gsm8k", "sdft_single_task",
+         "topk_distillation", "opd_deepmath", "opd_multi_teacher"]
 
 
 @pytest.mark.timeout(400)
