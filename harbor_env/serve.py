@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,15 +32,15 @@ def main(options: argparse.Namespace) -> int:
         raise SettingError(f"{programs} holds no rocklet; run `harbor_env/setup.sh control` with TASK={folder.root}")
     if not folder.config("admin").is_file():
         raise SettingError(f"{folder.config('admin')} is missing; run `python -m harbor_env configure` first")
-    environment = rock_environment(folder, programs)
+    environment, log = rock_environment(folder, programs), folder.root / "logs" / f"rock-{options.service}.log"
     if options.service == "worker":
         check_free(settings.worker_port, "ROCK's worker", "rock.worker_port in config/runtime.yaml")
-        commands = [worker_command(programs, settings)]
-    else:
-        check_free(settings.admin_port, "ROCK's admin", "rock.admin_port in config/runtime.yaml")
-        check_free(settings.ray_port, "ROCK's Ray", "rock.ray_port in runtime.yaml and ray.address in admin.yaml")
-        commands = [ray_command(programs, settings), admin_command(programs, settings)]
-    return foreground(commands, environment, folder.root / "logs" / f"rock-{options.service}.log")
+        return foreground([worker_command(programs, settings)], environment, log)
+    check_free(settings.admin_port, "ROCK's admin", "rock.admin_port in config/runtime.yaml")
+    check_free(settings.ray_port, "ROCK's Ray", "rock.ray_port in runtime.yaml and ray.address in admin.yaml")
+    # Ray's sockets lie below its folder, and the path of a socket is limited to about a hundred letters.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as place:
+        return foreground([ray_command(programs, settings, place), admin_command(programs, settings)], environment, log)
 
 
 def rock_environment(folder: TaskFolder, programs: Path) -> dict[str, str]:
@@ -56,13 +57,13 @@ def worker_command(programs: Path, settings: RockServiceSettings) -> list[str]:
     return [str(programs / "rocklet"), "--host", "127.0.0.1", "--port", str(settings.worker_port)]
 
 
-def ray_command(programs: Path, settings: RockServiceSettings) -> list[str]:
+def ray_command(programs: Path, settings: RockServiceSettings, place: str) -> list[str]:
     """Logical resources well above the real ones: an actor whose start failed keeps its share."""
     port = settings.ray_port
     return [str(programs / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
             f"--ray-client-server-port={port + 1}", "--min-worker-port=31000", "--max-worker-port=31200",
             "--include-dashboard=false", "--disable-usage-stats", "--num-cpus=64", "--memory=256000000000",
-            "--object-store-memory=200000000", f"--temp-dir=/tmp/harbor-ray-{port}"]
+            "--object-store-memory=200000000", f"--temp-dir={place}"]
 
 
 def admin_command(programs: Path, settings: RockServiceSettings) -> list[str]:

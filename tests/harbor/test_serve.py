@@ -119,4 +119,4 @@ def test_what_the_services_must_agree_on(folder, monkeypatch):
     settings = RockServiceSettings()
     assert worker_command(programs, settings) == ["/venv/bin/rocklet", "--host", "127.0.0.1", "--port", "22555"]
     assert admin_command(programs, settings)[-4:] == ["--host", "127.0.0.1", "--port", "18080"]
-    assert {"--port=6390", "--node-ip-address=127.0.0.1"} <= set(ray_command(programs, settings))
+    assert {"--port=6390", "--node-ip-address=127.0.0.1"} <= set(ray_command(programs, settings, "/tmp/r"))
