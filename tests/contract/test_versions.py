@@ -1,6 +1,10 @@
 """Samplers keep their weights; what cannot be served any more says so and is never replaced."""
 
+from dataclasses import replace
+
 import pytest
+import tinker
+from fake_engine import BASE, FakeEngine
 from raw import Raw
 from server import wait_until
 
@@ -156,3 +160,24 @@ def test_a_published_version_in_use_ends_its_answers(server, raw):
     server.engine.hold.clear()
     assert [raw.binary(request).sequences[0].tokens[0] for request in (begun, late)] == [140, 220]
     wait_until(lambda: sorted(server.engine.versions) == [0, 2])
+
+
+class TrainingOnly(FakeEngine):
+    """An engine without a sampler."""
+
+    def base_models(self):
+        return [replace(model, sampleable=False) for model in super().base_models()]
+
+    async def load_version(self, version, base_model, folder):
+        raise AssertionError("there is no sampler that could load a version")
+
+
+def test_a_server_without_a_sampler_writes_named_sampler_weights_and_samples_none(start_server, connect):
+    """The cookbook's recipes for supervised training end with such a save."""
+    client = connect(start_server(engine=TrainingOnly()))
+    training = client.create_lora_training_client(base_model=BASE, rank=8).result(20)
+    path = training.save_weights_for_sampler("final").result(20).path
+    listed = client.create_rest_client().list_checkpoints(training.model_id).result(20).checkpoints
+    assert [checkpoint.tinker_path for checkpoint in listed] == [path]
+    with pytest.raises(tinker.BadRequestError, match="served for training only"):
+        client.create_sampling_client(model_path=path).result(20)

@@ -24,6 +24,7 @@ from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.snapshots import Snapshots
 from verl_tinker.core.store import CheckpointStore
 from verl_tinker.core.training import Training
+from verl_tinker.core.validate import find_model
 from verl_tinker.core.versions import VersionTable
 from verl_tinker.engine.base import Engine
 
@@ -82,9 +83,11 @@ class Saving:
                 run, path, seq, False, ttl_seconds, user_metadata, self._engine.export_sampler
             )
             try:
-                await self._versions.load(
-                    run.spec.base_model, model_id, self._checkpoints.folder(path), str(path), checkpoint.uid
-                )
+                # A server that samples nothing writes such weights all the same: recipes save them at their end.
+                if find_model(self._engine.base_models(), run.spec.base_model).sampleable:
+                    await self._versions.load(
+                        run.spec.base_model, model_id, self._checkpoints.folder(path), str(path), checkpoint.uid
+                    )
             except BaseException:
                 # Weights that failed the check must not be found under a name later.
                 self._checkpoints.delete(path)
