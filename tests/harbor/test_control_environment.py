@@ -16,10 +16,10 @@ HERE = Path(__file__).parent / "client"
 FILES = sorted(HERE.glob("client_*.py"))
 
 
-def run_there(control_environment, file, **more):
+def run_there(control_environment, file, *options, **more):
     python, variables = control_environment
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", file], cwd=ROOT,
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", *options, file], cwd=ROOT,
         env={**os.environ, **variables, **more}, capture_output=True, text=True, timeout=1750)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 0 and "skipped" not in done.stdout
@@ -29,6 +29,12 @@ def run_there(control_environment, file, **more):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_in_the_control_environment(control_environment, file):
     run_there(control_environment, file)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_long_forms_in_the_control_environment(control_environment):
+    run_there(control_environment, HERE / "client_run.py", "-m", "full")
 
 
 @pytest.mark.engine

@@ -47,6 +47,7 @@ def test_a_teacher_that_is_the_student_teaches_nothing(recipes, teachers):
     teachers[TEACHER].assert_scored(None, scored[:3])
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_another_teacher_says_by_how_much_it_differs(recipes, teachers):
     with Wiretap(recipes.url) as tap:
@@ -77,6 +78,7 @@ def test_each_data_set_has_its_own_teacher(recipes, teachers):
     assert min(result.series("teacher_kl/dataset_1")) > 1
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [TEACHER, TINY_TEACHER])
 def test_soft_targets_of_a_teacher(recipes, teachers, name):

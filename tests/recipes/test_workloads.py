@@ -22,10 +22,11 @@ FLAGS = {
 # Full fine-tuning first: it wants the workers to itself, and distillation leaves its session open when it exits.
 NAMES = ["sft_tulu3", "sft_norobot", "sft_norobot_no_rollout", "rl_gsm8k", "sft_rl_gsm8k", "sdft_single_task",
          "topk_distillation", "opd_deepmath", "opd_multi_teacher"]
+SHORT = {"sft_norobot", "rl_gsm8k", "topk_distillation", "opd_multi_teacher"}
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.full) for n in NAMES])
 def test_workload(recipes, name):
     code, output = run_workload(recipes, resolve_model(MODEL), name, *FLAGS.get(name, []), timeout=300)
     verdict = output.rstrip().rpartition("\n")[2]

@@ -26,9 +26,11 @@ PAGE = ROOT / "docs" / "presets.md"
 PACKAGES = {"veomni": ("veomni", "veomni"), "megatron": ("megatron-core", "megatron.core"), "sglang": ("sglang", "sglang")}
 
 _LOGICAL = "never on a GPU; its code on CPU with logical GPUs (`tests/engine/test_stock_replica.py`)"
+_RUN_HERE = "run without a GPU ([verification.md](verification.md))"
 # What was run, and where. A preset that is not named was never run.
 RUN = {
-    "configs/quick_start/cpu.yaml": "run without a GPU ([verification.md](verification.md))",
+    "configs/quick_start/cpu.yaml": _RUN_HERE,
+    "configs/distill/cpu.yaml": _RUN_HERE,
     "configs/quick_start/actor_rollout.yaml": _LOGICAL,
     "configs/quick_start/actor_rollout_ref.yaml": _LOGICAL,
 }

@@ -61,6 +61,7 @@ def test_a_rollout_that_solves_the_task(folder_of):
     assert "Traceback" not in run.log
 
 
+@pytest.mark.full
 def test_an_episode_without_a_score_is_no_complete_rollout(folder_of):
     run = folder_of("no-reward").run("rollout")
     summary = run.read("summary.json")
@@ -98,6 +99,7 @@ def test_grpo_learns_from_what_was_scored_and_names_the_rest(folder_of):
     assert f"rollout {len(words)} of {len(words)} done" in run.log
 
 
+@pytest.mark.full
 def test_a_job_that_takes_too_long_is_named_and_ended(folder_of):
     run = folder_of("sleeps", timeout_sec=3).run("rollout")
     summary = run.read("summary.json")
@@ -117,6 +119,7 @@ def test_ppo_with_one_transition_and_a_saved_state(folder_of):
         assert message in run.log
 
 
+@pytest.mark.full
 def test_ppo_with_a_kl_penalty(folder_of):
     run = folder_of("solved").run("ppo-kl", "--kl-beta", "0.05")
     result = run.read("result.json")
@@ -125,6 +128,7 @@ def test_ppo_with_a_kl_penalty(folder_of):
     assert result["fwdbwd_metrics"]["tokens_trained"] == 16
 
 
+@pytest.mark.full
 def test_a_skipped_step_is_in_the_exit_summary(folder_of):
     run = folder_of("unsolved").run("grpo")
     assert run.code == 0 and "all rewards are 0.0" in run.exit_status["skipped_steps"][0]
@@ -153,6 +157,7 @@ def test_a_server_that_dies_in_mid_turn_ends_the_episode_by_name(folder_of):
     assert "the server ended with status -9" in summary["error"]
 
 
+@pytest.mark.full
 def test_a_sandbox_that_dies_in_mid_episode_is_named(folder_of, admin):
     folder = folder_of("sleeps")
     process = folder.start("rollout")
@@ -177,12 +182,14 @@ def test_parts_that_are_missing_end_the_episode_by_name(folder_of, change, cause
     assert run.code == 1 and run.read("summary.json")["cause"] == cause
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_start_is_one_error(folder_of):
     run = folder_of("solved", server_more="--no-such-flag").run("rollout")
     assert run.code == 2 and run.exit_status["exit_code"] == 2
     assert "the server ended with status 2" in run.log and "unrecognized arguments" in run.output
 
 
+@pytest.mark.full
 def test_a_server_that_runs_already_is_used_and_left(folder_of, tmp_path):
     folder = folder_of("solved")
     port = folder.server_port
