@@ -13,7 +13,8 @@ def screenshots():
     return pictures()
 
 
-@pytest.fixture(scope="session")
+# Not for the session: Playwright refuses to start a second time while it runs, and tests of recipes start it too.
+@pytest.fixture(scope="module")
 def chromium():
     with headless() as browser:
         yield browser

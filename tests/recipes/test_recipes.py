@@ -249,6 +249,23 @@ def check_student(recipes, call, sampler: str | None):
         np.testing.assert_allclose(logprobs, recipes.reference.trained(sampler, datum), atol=NATS, rtol=0)
 
 
+@pytest.mark.timeout(400)
+def test_reasoning_traces_by_supervised_training(recipes):
+    with Wiretap(recipes.url) as tap:
+        result = recipes.run("off_policy_reasoning", timeout=350, url=tap.url)
+    call, nll = tap.to("forward_backward")[0], result.series("train_mean_nll")
+    assert len(call.data) == 4 and len(nll) == 4 and nll[-1] < nll[0]
+    lost = 0.0
+    for datum, logprobs in zip(call.data, call.logprobs, strict=True):
+        known = recipes.reference.trained(None, datum)
+        np.testing.assert_allclose(logprobs, known, atol=NATS, rtol=0)
+        lost -= float(datum["weights"] @ known)
+        # The recipe's loss is a mean over the tokens of each trace.
+        assert datum["weights"].sum() == pytest.approx(1, abs=1e-5) and (datum["weights"] > 0).sum() > 50
+    assert nll[0] == pytest.approx(lost / 4, abs=NATS)
+    assert call.result.metrics["loss:sum"] == pytest.approx(lost, rel=1e-4)
+
+
 @full
 @pytest.mark.timeout(900)
 def test_rl_loop(recipes):

@@ -14,6 +14,9 @@ from wiretap import Call, Wiretap
 from verl_tinker.models import resolve_model
 
 PRESET, MODEL = "configs/distill/cpu.yaml", "bundled:smollm2"
+# Three samplers, the trainer and the tests' own models share the machine.
+SETTINGS = tuple(f"{rollout}.max_num_batched_tokens=1024" for rollout in (
+    "actor_rollout_ref.rollout", "distillation.teacher_models.smollm2.inference", "distillation.teacher_models.tiny.inference"))
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +101,3 @@ def soft_loss(recipes, teacher: Reference, datum: dict[str, np.ndarray]) -> floa
     likely = np.exp(teacher.trained(None, datum).astype(np.float64))
     trained = datum["weights"].sum(1, keepdims=True) > 0
     return -float((likely / likely.sum(1, keepdims=True) * recipes.reference.trained(None, datum) * trained).sum())
-
-
-@pytest.mark.timeout(400)
-def test_reasoning_traces_by_supervised_training(recipes):
-    with Wiretap(recipes.url) as tap:
-        result = recipes.run("off_policy_reasoning", timeout=350, url=tap.url)
-    call, nll = tap.to("forward_backward")[0], result.series("train_mean_nll")
-    assert len(call.data) == 4 and len(nll) == 4 and nll[-1] < nll[0]
-    lost = 0.0
-    for datum, logprobs in zip(call.data, call.logprobs, strict=True):
-        known = recipes.reference.trained(None, datum)
-        np.testing.assert_allclose(logprobs, known, atol=NATS, rtol=0)
-        lost -= float(datum["weights"] @ known)
-        # The recipe's loss is a mean over the tokens of each trace.
-        assert datum["weights"].sum() == pytest.approx(1, abs=1e-5) and (datum["weights"] > 0).sum() > 50
-    assert nll[0] == pytest.approx(lost / 4, abs=NATS)
-    assert call.result.metrics["loss:sum"] == pytest.approx(lost, rel=1e-4)
