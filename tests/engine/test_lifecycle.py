@@ -83,7 +83,7 @@ def test_a_dead_sampler_is_noticed_while_the_trainer_works(tmp_path):
         raise EngineError("the sampler's process died")
 
     async def check():
-        live.engine.trainer, live.engine.sampler = SimpleNamespace(call=never, stuck=None), SimpleNamespace(ping=dead)
+        live.engine.trainer, live.engine.sampler = SimpleNamespace(call=never, stuck=None), SimpleNamespace(check=dead)
         with pytest.raises(EngineError, match="sampler's process died"):
             await asyncio.wait_for(live.engine.check(), 5)
         live.engine._trainer_ping.cancel()
