@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from fake_engine import BASE
 from raw import Raw
-from server import TestServer
+from server import servers_in
 from talking import TalkingEngine, save_tokenizer
 
 from verl_tinker.chat import Tokenizers
@@ -20,16 +20,8 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture
 def start(tmp_path, tokenizer_folder):
-    servers = []
-
-    def begin(**options):
-        servers.append(TestServer(tmp_path / f"server-{len(servers)}", engine=TalkingEngine(),
-                                  tokenizers=Tokenizers({BASE: tokenizer_folder}), **options))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.stop()
+    with servers_in(tmp_path, engine=TalkingEngine, tokenizers=lambda: Tokenizers({BASE: tokenizer_folder})) as begin:
+        yield begin
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from browser import chromium as headless
 from browser import pictures
 from fake_engine import BASE
 from raw import Raw
-from server import TestServer
+from server import servers_in
 from talking import TalkingEngine
 
 @pytest.fixture(scope="session")
@@ -22,15 +22,8 @@ def chromium():
 
 @pytest.fixture
 def start(tmp_path):
-    servers = []
-
-    def begin(**options):
-        servers.append(TestServer(tmp_path / f"server-{len(servers)}", engine=TalkingEngine(), **options))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.stop()
+    with servers_in(tmp_path, engine=TalkingEngine) as begin:
+        yield begin
 
 
 @pytest.fixture

@@ -2,20 +2,13 @@
 
 import pytest
 from raw import Raw
-from server import TestServer
+from server import servers_in
 
 
 @pytest.fixture
 def start(tmp_path):
-    servers = []
-
-    def begin(**options):
-        servers.append(TestServer(tmp_path / f"server-{len(servers)}", **options))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.stop()
+    with servers_in(tmp_path) as begin:
+        yield begin
 
 
 @pytest.fixture

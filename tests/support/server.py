@@ -9,6 +9,10 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -83,3 +87,21 @@ def wait_until(condition, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not come true in time"
         time.sleep(0.01)
+
+
+@contextmanager
+def servers_in(folder: Path, **defaults: Any) -> Iterator[Callable[..., TestServer]]:
+    """A function that starts servers, each with a folder of its own; they end together. Its options are laid over `defaults`,
+    of which one that can be called is made anew for each server."""
+    started: list[TestServer] = []
+
+    def begin(**options: Any) -> TestServer:
+        made = {name: value() if callable(value) else value for name, value in defaults.items() if name not in options}
+        started.append(TestServer(folder / f"server-{len(started)}", **made, **options))
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for server in started:
+            server.stop()
