@@ -48,19 +48,23 @@ def test_a_node_with_a_sampler_is_lost_and_no_request(there, tmp_path):
     try:
         live.do(live.engine.start(phases.append))
         assert len(alive()) == 2 and len(set(where(live))) == 2
-        long = [SampleRequest(PROMPT, 1, SamplingParams(max_tokens=200, stop=[], seed=n), affinity=str(n)) for n in range(12)]
+        long = [SampleRequest(PROMPT, 1, SamplingParams(max_tokens=1000, stop=[], seed=n), affinity=str(n)) for n in range(12)]
 
         async def lose():
             waiting = [asyncio.create_task(live.engine.sample(live.name, 0, request)) for request in long]
             await asyncio.sleep(0.2)
             await asyncio.to_thread(there.kill, second)
             answers = await asyncio.gather(*waiting)
+            # Those that were fast enough had their answer before the sampler on the lost node died.
+            while len(alive()) == 2 or not any(p.replacement for p in live.engine.sampler.replicas.places):
+                await live.engine.check()
+                await asyncio.sleep(0.2)
             await asyncio.gather(*(p.replacement for p in live.engine.sampler.replicas.places if p.replacement))
             return answers
 
         answers = live.do(lose())
-        assert [len(answer.sequences[0].tokens) for answer in answers] == [200] * 12
-        assert len(alive()) == 1 and len(set(where(live))) == 1
+        assert [len(answer.sequences[0].tokens) for answer in answers] == [1000] * 12
+        assert len(set(where(live))) == 1
         model = plain.load_model(live.settings.model_folder)
         for rank in (0, 1):
             check(live.do(live.engine.sampler.replicas.ask(rank, "sample", greedy(), 0)), 0, model)
