@@ -45,11 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward-baseline", type=float, default=0.0, help="ppo: what is taken from the reward")
     parser.add_argument("--divide-by-deviation", action="store_true", help="grpo: advantages over the group's deviation")
     parser.add_argument("--save-state", metavar="NAME", help="save the training state under this name at the end")
+    parser.add_argument("--scripted", type=Path, metavar="FILE",
+                        help="answers from this file instead of the model's; training on them is off-policy")
     parser.add_argument("--seed", type=int, help="makes adapters and draws repeatable")
 
 
 def checked(options: argparse.Namespace) -> tuple[Settings, Options]:
     """Everything that can be refused before anything is started."""
+    if options.scripted and not options.scripted.is_file():
+        raise SettingError(f"--scripted is {options.scripted}, which is no file")
     settings = load(TaskFolder.found(options.task_root), max_tokens=options.max_tokens, task_id=options.task_id)
     training = options.mode != "rollout"
     if training and settings.runtime.rollout_only:
@@ -111,7 +115,7 @@ async def _with_service(service, server: Backend, options: argparse.Namespace, s
     from harbor_env.learner import Learner
 
     model = settings.runtime.client.model
-    episodes = _player(server, settings, options.seed)
+    episodes = _player(server, settings, options)
     context = {"mode": options.mode, "task_id": settings.harbor.task.id, "model": model,
                "learning_rate": options.learning_rate, "lora_rank": options.lora_rank, "kl_beta": mode.kl_beta}
     if options.mode == "rollout":
@@ -121,22 +125,25 @@ async def _with_service(service, server: Backend, options: argparse.Namespace, s
     return await run_mode(episodes, learner, results, mode, context)
 
 
-def _player(server: Backend, settings: Settings, seed: int | None):
+def _player(server: Backend, settings: Settings, options: argparse.Namespace):
     """How a mode has the task played once."""
     from tinker_cookbook.renderers import get_renderer
     from tinker_cookbook.tokenizer_utils import get_tokenizer
 
     from harbor_env.policy import Policy, TinkerSampler
+    from harbor_env.scripted import Script
 
-    client = settings.runtime.client
+    client, seed = settings.runtime.client, options.seed
     renderer = get_renderer(client.renderer, get_tokenizer(client.tokenizer))
+    script = Script(options.scripted, renderer) if options.scripted else None
     played = 0
 
     async def one(name: str, sampling_client: Any, folder: Path) -> Episode:
         nonlocal played
         first = None if seed is None else seed + 10_000 * played
         played += 1
-        sampler = TinkerSampler(sampling_client, client.temperature, first, server.died)
+        sampler = (script.sampler(sampling_client) if script else
+                   TinkerSampler(sampling_client, client.temperature, first, server.died))
         policy = Policy(sampler, renderer, settings.budget, name, client.turn_seconds)
         sandbox = rock_sandbox(settings.harbor.environment, settings.folder.notes)
         patience = Patience(silence=client.silence_seconds)
