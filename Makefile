@@ -6,7 +6,7 @@ TESTS ?= tests
 LOCK := .venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links --extra test
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-full test-matrix lock
+.PHONY: help setup demo serve test test-fast test-harbor test-full test-matrix lock
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -25,10 +25,13 @@ test: setup  ## all tests but the long forms
 	$(PYTHON) -m pytest $(TESTS)
 
 test-fast: setup  ## the tests that start no engine; seconds
-	$(PYTHON) -m pytest $(TESTS) -m "not engine and not recipes and not full and not matrix"
+	$(PYTHON) -m pytest $(TESTS) -m "not engine and not recipes and not full and not matrix and not containers"
 
-test-full: setup  ## all tests, the long forms too, but the matrix of SDK versions
-	$(PYTHON) -m pytest $(TESTS) -m "not matrix"
+test-harbor: setup  ## the whole chain of harbor_env in containers; installs a Docker engine where none is (Debian, as root)
+	$(PYTHON) -m pytest tests/containers -m containers
+
+test-full: setup  ## all tests, the long forms too, but the matrix of SDK versions and the chain in containers
+	$(PYTHON) -m pytest $(TESTS) -m "not matrix and not containers"
 
 test-matrix: setup  ## every SDK version from 0.19 on, each in its own environment, with each flag on and off
 	$(PYTHON) -m pytest tests/matrix -m "matrix or not matrix"

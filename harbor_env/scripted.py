@@ -18,7 +18,7 @@ from tinker_cookbook.renderers.base import RenderContext
 from harbor_env.errors import SettingError
 from harbor_env.policy import Sampled
 
-FORM = ('a list of episodes, each a list of answers, each a text or {"text": TEXT, "tool": NAME, "arguments": {...}}')
+FORM = 'a list of episodes, each a list of answers, each a text or {"text": TEXT, "tool": NAME, "arguments": {...}}'
 
 
 def read_script(file: Path) -> list[list[Message]]:
@@ -29,8 +29,8 @@ def read_script(file: Path) -> list[list[Message]]:
         raise SettingError(f"--scripted {file} cannot be read: {error}") from error
     if not isinstance(episodes, list) or not episodes:
         raise SettingError(f"--scripted {file} must hold {FORM}")
-    return [[_message(answer, f"--scripted {file}: episode {i}, answer {j}") for j, answer in enumerate(_list(answers, file, i))]
-            for i, answers in enumerate(episodes)]
+    return [[_message(answer, f"--scripted {file}: episode {i}, answer {j}")
+             for j, answer in enumerate(_list(answers, file, i))] for i, answers in enumerate(episodes)]
 
 
 def _list(answers: Any, file: Path, i: int) -> list:

@@ -5,7 +5,6 @@ Owns the folder and the programs in it. Everything between them is real: SDKs, r
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import time
 from pathlib import Path
 
 import yaml
+from harbor_runs import Run
 from support_rock import PROGRAMS, free_port
 
 from harbor_env.__main__ import main
@@ -94,32 +94,7 @@ class Folder:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
             output, _ = process.communicate(timeout=120)
-        return Run(self, process.returncode, output)
-
-
-class Run:
-    """What a run printed and left."""
-
-    def __init__(self, folder: Folder, code: int, output: str):
-        self.code, self.output = code, output
-        lines = [line for line in output.splitlines() if line.startswith("Run directory: ")]
-        self.directory = Path(lines[0].partition(": ")[2]) if lines else None
-
-    @property
-    def log(self) -> str:
-        return (self.directory / "client.log").read_text()
-
-    @property
-    def exit_status(self) -> dict:
-        return json.loads((self.directory / "exit-status.json").read_text())
-
-    @property
-    def results(self) -> Path:
-        (only,) = (self.directory / "results").iterdir()
-        return only
-
-    def read(self, name: str) -> dict:
-        return json.loads((self.results / name).read_text())
+        return Run(process.returncode, output)
 
 
 def wait_for(condition, seconds: float = 200) -> None:
