@@ -6,7 +6,7 @@ TESTS ?= tests
 LOCK := .venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links --extra test
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-harbor test-full test-matrix lock
+.PHONY: help setup demo serve test test-fast test-harbor test-full test-matrix docs lock
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -35,6 +35,9 @@ test-full: setup  ## all tests, the long forms too, but the matrix of SDK versio
 
 test-matrix: setup  ## every SDK version from 0.19 on, each in its own environment, with each flag on and off
 	$(PYTHON) -m pytest tests/matrix -m "matrix or not matrix"
+
+docs: setup  ## the documentation as a site, in build/site
+	$(PYTHON) -m mkdocs build
 
 lock: setup  ## pin requirements/*.txt anew from pyproject.toml
 	$(LOCK) --python-version 3.11 --extra cpu --overrides requirements/overrides-cpu.txt \
