@@ -9,7 +9,7 @@ import asyncio
 import functools
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,26 @@ class Chat:
             pieces[-1] += rest
         return pieces
 
-    def _parts(self, tokens: Sequence[int]) -> list[str]:
+    def decoder(self) -> Callable[[int], str] | None:
+        """A function that gives the text which each next token adds; None where this cannot be said before the end."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
-            return [self.text(tokens), *[""] * (len(tokens) - 1)] if tokens else []
+            return None
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
-        with self._one_at_a_time:
-            return [stream.step(backend, int(token)) or "" for token in tokens]
+
+        def step(token: int) -> str:
+            with self._one_at_a_time:
+                return stream.step(backend, int(token)) or ""
+
+        return step
+
+    def _parts(self, tokens: Sequence[int]) -> list[str]:
+        step = self.decoder()
+        if step is None:
+            return [self.text(tokens), *[""] * (len(tokens) - 1)] if tokens else []
+        return [step(token) for token in tokens]
 
     def token(self, token: int) -> tuple[str, bytes]:
         """One token as text, with a mark for bytes that are no whole character, and its bytes."""

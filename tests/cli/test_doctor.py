@@ -127,11 +127,11 @@ def test_everything_is_looked_at_once():
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory):
-    """An environment with the wheel and what the wheel itself asks for, and no engine."""
+    """An environment with the wheel, built from the source archive, and what it asks for itself; and no engine."""
     folder = tmp_path_factory.mktemp("bare")
     built = folder / "built"
     uv = [sys.executable, "-m", "uv"]
-    subprocess.run([*uv, "build", "--wheel", "--out-dir", str(built), str(ROOT)], check=True, capture_output=True,
+    subprocess.run([*uv, "build", "--out-dir", str(built), str(ROOT)], check=True, capture_output=True,
                    timeout=300)
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"

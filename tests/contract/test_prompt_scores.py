@@ -75,7 +75,7 @@ def test_each_part_of_an_answer_is_there_only_when_asked_for_and_alone(sampler):
 def test_the_engine_is_told_what_was_asked_for_and_nothing_when_it_was_not(server, sampler):
     seen, inner = [], server.engine.sample
 
-    async def sample(base_model, version, request):
+    async def sample(base_model, version, request, told=None):
         seen.append(request)
         return await inner(base_model, version, request)
 

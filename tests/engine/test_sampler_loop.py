@@ -145,6 +145,21 @@ def test_greedy_samples_are_as_many_as_asked_for_and_all_the_same(loop):
     assert len(sequences) == 3 and len({tuple(s.tokens.tolist()) for s in sequences}) == 1
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_are_told_as_they_are_drawn_and_are_those_of_the_result(loop, n):
+    request = SampleRequest(PROMPT, n, SamplingParams(max_tokens=12, seed=4, stop=[]), topk_sample_logprobs=2)
+    plainly, told = loop.submit(request, 0).result(timeout=60), []
+    result = loop.submit(request, 0, told.append).result(timeout=60)
+    assert len(told) >= 8 * n and result.version == 0
+    for index, sequence in enumerate(result.sequences):
+        parts = [part for part in told if part.index == index]
+        seen = sum(len(part.tokens) for part in parts)
+        assert sequence.tokens.tolist() == plainly.sequences[index].tokens.tolist() and seen >= 8
+        assert np.concatenate([part.tokens for part in parts]).tolist() == sequence.tokens[:seen].tolist()
+        np.testing.assert_array_equal(np.concatenate([part.logprobs for part in parts]), sequence.logprobs[:seen])
+        np.testing.assert_array_equal(np.concatenate([part.topk.ids for part in parts]), sequence.topk.ids[:seen])
+
+
 def test_weights_that_give_no_numbers_are_an_error_not_an_answer(loop, tied, tmp_path):
     folder = adapter(tmp_path / "nan", tied, 30)
     tensors = {name: torch.full_like(t, 1e30) for name, t in load_file(folder / "adapter_model.safetensors").items()}
@@ -152,6 +167,8 @@ def test_weights_that_give_no_numbers_are_an_error_not_an_answer(loop, tied, tmp
     loop.call(loop.load, 30, str(folder), 8).result(timeout=60)
     with pytest.raises(EngineError, match="not numbers"):
         loop.submit(SampleRequest(PROMPT, 1, SamplingParams(max_tokens=2)), 30).result(timeout=60)
+    with pytest.raises(EngineError, match="not numbers"):
+        loop.submit(SampleRequest(PROMPT, 1, SamplingParams(max_tokens=9, stop=[])), 30, pytest.fail).result(timeout=60)
     loop.call(loop.unload, 30).result(timeout=60)
     assert np.isfinite(score(loop, 0)).all()
 

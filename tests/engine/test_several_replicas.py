@@ -60,9 +60,13 @@ def test_one_is_killed_in_the_middle_and_nothing_is_lost(pair_of_samplers, tmp_p
 
     long = [SampleRequest(PROMPT, 1, SamplingParams(max_tokens=200, stop=[], seed=n), affinity=str(n)) for n in range(16)]
 
+    told = [[] for _ in long]
+
     async def kill_in_the_middle():
         await train(501)
-        waiting = [asyncio.create_task(engine.sample(live.name, 501, request)) for request in long]
+        # Half of them are told of their tokens as they are drawn.
+        waiting = [asyncio.create_task(engine.sample(live.name, 501, request, told[i].append if i % 2 else None))
+                   for i, request in enumerate(long)]
         await asyncio.sleep(0.2)
         os.kill(samplers()[0].pid, 9)
         await train(502)
@@ -74,6 +78,11 @@ def test_one_is_killed_in_the_middle_and_nothing_is_lost(pair_of_samplers, tmp_p
     answers = live.do(kill_in_the_middle())
     assert [len(answer.sequences[0].tokens) for answer in answers] == [200] * 16
     assert {answer.version for answer in answers} == {501}
+    for answer, parts in list(zip(answers, told))[1::2]:
+        seen = np.concatenate([part.tokens for part in parts])
+        assert len(seen) >= 190
+        # Further on the two attempts may part, where two tokens were equally likely but for rounding.
+        np.testing.assert_array_equal(seen[:20], answer.sequences[0].tokens[:20])
     assert sum(len(place.deaths) for place in engine.sampler.replicas.places) == 1
     assert engine.sampler.replicas.ranks == [0, 1]
     models = {0: plain.load_model(live.settings.model_folder)}

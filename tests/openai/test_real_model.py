@@ -1,5 +1,6 @@
 """OpenAI's client and the SDK against the real server: the same greedy tokens give the same text."""
 
+import httpx
 import openai
 import pytest
 import tinker
@@ -75,6 +76,14 @@ def test_a_greedy_chat_is_the_sdks_sample_of_the_same_tokens(client, sdk, tokeni
     assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(list(sequence.logprobs), abs=1e-4)
     streamed = client.chat.completions.create(model=model, messages=HELLO, temperature=0, max_tokens=24, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == choice.message.content
+
+
+def test_text_comes_while_the_sample_runs(server, client, paths):
+    stream = client.completions.create(model=paths[1], prompt="The sea", max_tokens=1500, temperature=0, stream=True)
+    first = next(iter(stream))
+    assert 'operations_running{kind="sample"} 1.0' in httpx.get(f"{server}/metrics", trust_env=False).text
+    rest = list(stream)
+    assert first.choices[0].text is not None and len(rest) > 500 and rest[-1].choices[0].finish_reason
 
 
 def test_other_weights_give_another_answer(client, paths):

@@ -9,7 +9,7 @@ from fake_engine import BASE
 from server import wait_until
 from talking import TEACHER
 
-from verl_tinker.api import openai as routes
+from verl_tinker.api import openai_stream
 from verl_tinker.core.access import Keys
 from verl_tinker.core.errors import EngineError
 
@@ -169,7 +169,7 @@ def test_what_fails_inside_the_server_has_the_same_shape(client, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_sample_of_a_client_that_goes_away_is_cancelled(server, stream, monkeypatch):
-    monkeypatch.setattr(routes, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(openai_stream, "QUIET_SECONDS", 0.05)
     server.engine.hold.add("sample")
     body = {"model": BASE, "messages": HELLO, "stream": stream}
     with httpx.Client(verify=False, timeout=2) as http:
@@ -184,7 +184,7 @@ def test_the_sample_of_a_client_that_goes_away_is_cancelled(server, stream, monk
 
 
 def test_a_stream_that_waits_shows_life_and_ends_with_the_answer_or_the_reason(server, client, monkeypatch):
-    monkeypatch.setattr(routes, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(openai_stream, "QUIET_SECONDS", 0.05)
     for error in (None, EngineError("the sampler died")):
         server.engine.hold.add("sample")
         stream = client.chat.completions.create(model=BASE, messages=HELLO, stream=True)

@@ -155,7 +155,7 @@ class FakeEngine:
         self.calls.append(("retire_version", version))
         del self.versions[version]
 
-    async def sample(self, base_model, version, request):
+    async def sample(self, base_model, version, request, seen=None):
         self.samples_at_once += 1
         self.most_samples_at_once = max(self.most_samples_at_once, self.samples_at_once)
         try:

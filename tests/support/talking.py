@@ -5,13 +5,14 @@ Owns what is said. Does not judge: tests do.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from fake_engine import BASE, VOCAB, FakeEngine
 
-from verl_tinker.core.types import BaseModelInfo, SampledSequence, SampleResult, TopK
+from verl_tinker.core.types import BaseModelInfo, Drawn, SampledSequence, SampleResult, TopK
 
 CONTEXT = 4096
 TEACHER = "fake/teacher"
@@ -62,6 +63,8 @@ class TalkingEngine(FakeEngine):
         self.says = says
         self.tokenizer = make_tokenizer()
         self.requests: list = []
+        self.pause: tuple | None = None
+        self.samples_open = 0
         self.asked: list[str] = []
 
     def base_models(self):
@@ -69,9 +72,28 @@ class TalkingEngine(FakeEngine):
                 BaseModelInfo(TEACHER, CONTEXT, VOCAB, tied_embeddings=False, trainable=False, sampleable=True),
                 BaseModelInfo("fake/mute", CONTEXT, VOCAB, tied_embeddings=False, trainable=True, sampleable=False)]
 
-    async def sample(self, base_model, version, request):
+    async def sample(self, base_model, version, request, seen=None):
         self.asked.append(base_model)
-        return await super().sample(base_model, version, request)
+        self.samples_open += 1
+        try:
+            result = await super().sample(base_model, version, request)
+            if seen is not None:
+                await self._draw(result.sequences, seen)
+            return result
+        finally:
+            self.samples_open -= 1
+
+    async def _draw(self, sequences, seen):
+        """Token by token; before token `pause[0]` it waits for the event `pause[1]`, and then fails if `pause[2]` says so."""
+        for i in range(max(len(s.tokens) for s in sequences)):
+            if self.pause and i == self.pause[0]:
+                await asyncio.to_thread(self.pause[1].wait, 60)
+                if self.pause[2]:
+                    raise self.pause[2]
+            for index, s in enumerate(sequences):
+                topk = s.topk and TopK(s.topk.ids[i : i + 1], s.topk.logprobs[i : i + 1])
+                seen(Drawn(index, s.tokens[i : i + 1], s.logprobs[i : i + 1], topk))
+            await asyncio.sleep(0)
 
     def _sampled(self, version, request):
         self.requests.append(request)

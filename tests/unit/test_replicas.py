@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from verl_tinker.core.errors import EngineError, UserError, WorkerDied
-from verl_tinker.core.types import SampleRequest, SamplingParams
-from verl_tinker.engine.replicas import Launch, Replicas
+from verl_tinker.core.types import Drawn, SampledSequence, SampleRequest, SampleResult, SamplingParams
+from verl_tinker.engine.replicas import Launch, Replicas, Told
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -212,3 +212,50 @@ def test_a_refusal_is_not_a_death():
         assert world.replicas.ranks == [0, 1]
 
     run(test)
+
+
+def attempt(tokens: list[int], dies: bool, sizes=(2, 1)):
+    """References as Ray's generator gives them: parts of the two sequences in turn, and the result or the death."""
+    async def value(of):
+        if of is None:
+            raise ray.exceptions.RayActorError(error_msg="killed")
+        return of
+
+    async def parts():
+        at = 0
+        for size in sizes:
+            for index in (0, 1):
+                drawn = np.array(tokens[at : at + size]) + 100 * index
+                yield value(Drawn(index, drawn, drawn / 10))
+            at += size
+        one = SampledSequence(np.array(tokens), np.array(tokens) / 10, "stop")
+        yield value(None if dies else SampleResult([one, one], 1))
+
+    return parts()
+
+
+def test_tokens_are_told_once_however_many_attempts_it_takes():
+    told = []
+    told_of = Told(told.append)
+
+    async def run():
+        with pytest.raises(ray.exceptions.RayActorError):
+            await told_of.all_of(attempt([1, 2, 3], dies=True))
+        return await told_of.all_of(attempt([1, 2, 3, 4, 5], dies=False, sizes=(1, 3)))
+
+    result = asyncio.run(run())
+    assert len(result.sequences[0].tokens) == 5
+    for index in (0, 1):
+        tokens = np.concatenate([part.tokens for part in told if part.index == index]) - 100 * index
+        assert tokens.tolist() == [1, 2, 3, 4]
+        assert np.allclose(np.concatenate([part.logprobs for part in told if part.index == index]), (tokens + 100 * index) / 10)
+
+
+@pytest.mark.parametrize(("params", "may"), [({}, False), ({"seed": 3}, True), ({"temperature": 0.0}, True)])
+def test_an_attempt_that_would_draw_other_tokens_is_not_made_once_some_were_told(params, may):
+    told_of = Told(lambda part: None)
+    request = SampleRequest(np.array([1]), 1, SamplingParams(**params))
+    assert told_of.again(request)
+    with pytest.raises(ray.exceptions.RayActorError):
+        asyncio.run(told_of.all_of(attempt([1, 2, 3], dies=True)))
+    assert told_of.again(request) == may

@@ -96,7 +96,7 @@ class Metrics(Watcher):
             _, data, _, _, backward = arguments
             self.trained.labels(name if backward else "forward").inc(sum(len(datum.tokens) for datum in data))
         elif name == "sample":
-            _, _, request = arguments
+            request = arguments[2]
             self.sampled.inc(sum(len(sequence.tokens) for sequence in result.sequences))
             cached = min(result.cache_hit_tokens, len(request.prompt))
             self.prompts.labels("yes").inc(cached)

@@ -6,21 +6,21 @@ Owns the way of a request from text to tokens and back. Holds no state: tokenize
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
-from verl_tinker.api import openai_answer, openai_text, proto
+from verl_tinker.api import openai_answer, openai_text
 from verl_tinker.api.auth import CallerDep
 from verl_tinker.api.body import json_body
 from verl_tinker.api.context import ServiceDep, require_ready
-from verl_tinker.api.openai_answer import Answer, Choice
-from verl_tinker.api.openai_errors import SHAPE, OpenAiRoute, as_refused, body_of
+from verl_tinker.api.openai_answer import Answer, ChatForm, Choice, CompletionForm
+from verl_tinker.api.openai_errors import SHAPE, OpenAiRoute
+from verl_tinker.api.openai_stream import Delivery, Live
 from verl_tinker.api.openai_wire import ChatCompletion, Completing, Completion, Refused
 from verl_tinker.api.wire_catalog import LOCAL
 from verl_tinker.core.access import Caller
@@ -30,10 +30,6 @@ from verl_tinker.core.service import Service
 from verl_tinker.core.types import BaseModelInfo, SampleRequest, SampleResult
 
 PREFIXES = ("/v1", "/oai/api/v1")
-# A stream that is silent for longer may be cut by a proxy; a refusal that comes sooner has its own status.
-QUIET_SECONDS = 10.0
-# How often it is looked whether the client of an unfinished request is still there.
-_LOOK_SECONDS = 1.0
 
 router = APIRouter(dependencies=[Depends(require_ready)], route_class=OpenAiRoute, responses=SHAPE)
 
@@ -61,9 +57,12 @@ async def chat_completions(
     chat = await _chat(request, base)
     form = await asyncio.to_thread(chat.tool_format, body.offered) if body.offered else None
     prompt = await asyncio.to_thread(chat.render, body.chat(), body.offered or None, body.template_options())
-    futures = _submit(service, caller, body, base, [prompt])
+    choice = partial(Choice, prompt_tokens=prompt, wants_logprobs=body.logprobs, wants_ids=body.return_token_ids)
+    # What calls tools is known at the end only.
+    live = Live(chat, body.stops, body.n, partial(choice, finish_reason="")) if body.stream and form is None else None
+    futures = _submit(service, caller, body, base, [prompt], live)
 
-    def finish(results: list[SampleResult]) -> Answer:
+    def finish(answer: Answer, results: list[SampleResult]) -> Answer:
         choices = []
         for i, sequence in enumerate(results[0].sequences):
             scored = openai_text.sampled(chat, sequence, body.stops)
@@ -72,14 +71,13 @@ async def chat_completions(
                 rest, calls = chat.tool_calls(openai_text.marked(chat, sequence, body.stops), body.offered, form)
                 said = rest if calls else said
             calls = calls if body.parallel_tool_calls else calls[:1]
-            choices.append(Choice(
-                i, scored, "tool_calls" if calls else sequence.stop_reason, prompt, said,
-                [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls],
-                wants_logprobs=body.logprobs, wants_ids=body.return_token_ids))
-        return Answer(body.model, choices, _usage([prompt], results), body.wants_usage)
+            choices.append(choice(
+                i, scored, finish_reason="tool_calls" if calls else sequence.stop_reason, content=said,
+                tool_calls=[{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                            for c in calls]))
+        return replace(answer, choices=choices, usage=_usage([prompt], results))
 
-    return await _deliver(request, service, body, futures, finish,
-                          partial(openai_answer.chat_body, chat), partial(openai_answer.chat_events, chat))
+    return await _deliver(body, Delivery(request, service, futures, ChatForm(chat), _answer(body), finish, live))
 
 
 @router.post("/completions")
@@ -90,9 +88,14 @@ async def completions(
     base = await _base_of(service, caller, body.model)
     chat = await _chat(request, base)
     prompts = [await asyncio.to_thread(chat.encode, p) if isinstance(p, str) else p for p in body.prompts]
-    futures = _submit(service, caller, body, base, prompts)
+    live = None
+    if body.stream and not body.echo and body.max_tokens != 0:
+        live = Live(chat, body.stops, body.n, lambda index, scored: Choice(
+            index, scored, "", prompts[index // body.n], wants_logprobs=body.logprobs is not None,
+            wants_ids=body.return_token_ids))
+    futures = _submit(service, caller, body, base, prompts, live)
 
-    def finish(results: list[SampleResult]) -> Answer:
+    def finish(answer: Answer, results: list[SampleResult]) -> Answer:
         choices = []
         for prompt, result in zip(prompts, results, strict=True):
             before = openai_text.of_prompt(chat, prompt, result) if body.echo else None
@@ -103,10 +106,17 @@ async def completions(
                 choices.append(Choice(
                     len(choices), scored, sequence.stop_reason if body.max_tokens else "length", prompt, before=before,
                     wants_logprobs=body.logprobs is not None, wants_ids=body.return_token_ids))
-        return Answer(body.model, choices, _usage(prompts, results, body.max_tokens > 0), body.wants_usage)
+        return replace(answer, choices=choices, usage=_usage(prompts, results, body.max_tokens > 0))
 
-    return await _deliver(request, service, body, futures, finish,
-                          partial(openai_answer.completion_body, chat), partial(openai_answer.completion_events, chat))
+    return await _deliver(body, Delivery(request, service, futures, CompletionForm(chat), _answer(body), finish, live))
+
+
+def _answer(body: Completing) -> Answer:
+    return Answer(body.model, wants_usage=body.wants_usage)
+
+
+async def _deliver(body: Completing, delivery: Delivery) -> Response:
+    return await (delivery.stream() if body.stream else delivery.whole())
 
 
 # Names
@@ -147,15 +157,18 @@ def _model(name: str, base: BaseModelInfo, created: float = 0, owner: str = "") 
 # Sampling
 
 
-def _submit(service: Service, caller: Caller, body: Any, base: BaseModelInfo, prompts: list[list[int]]) -> list[Future]:
+def _submit(
+    service: Service, caller: Caller, body: Any, base: BaseModelInfo, prompts: list[list[int]], live: Live | None
+) -> list[Future]:
     top, wanted = body.wanted_top, body.wanted_tokens
     echoes = getattr(body, "echo", False) and top is not None
     futures = []
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         _check_room(prompt, wanted, base)
-        futures.append(service.sampling.submit_by_name(caller, body.model, SampleRequest(
+        asked = SampleRequest(
             prompt=_tokens(prompt), num_samples=body.n, params=body.params(wanted), prompt_logprobs=echoes,
-            topk_prompt_logprobs=top if echoes else 0, topk_sample_logprobs=top or 0)))
+            topk_prompt_logprobs=top if echoes else 0, topk_sample_logprobs=top or 0)
+        futures.append(service.sampling.submit_by_name(caller, body.model, asked, live and live.seen(i)))
     return futures
 
 
@@ -179,72 +192,3 @@ def _check_room(prompt: list[int], wanted: int | None, base: BaseModelInfo) -> N
 def _usage(prompts: list[list[int]], results: list[SampleResult], counts: bool = True) -> dict:
     drawn = sum(len(s.tokens) for result in results for s in result.sequences) if counts else 0
     return openai_answer.usage(sum(map(len, prompts)), drawn, sum(result.cache_hit_tokens for result in results))
-
-
-# Answers
-
-
-async def _deliver(
-    request: Request, service: Service, body: Completing, futures: list[Future],
-    finish: Callable[[list[SampleResult]], Answer], whole: Callable[[Answer], dict],
-    events: Callable[[Answer], Iterator[str]],
-) -> Response:
-    """The answer as soon as it is there, or from `QUIET_SECONDS` on a stream that waits for it."""
-    if not body.stream:
-        answer = await _results(request, service, futures, None)
-        return JSONResponse(await asyncio.to_thread(lambda: whole(finish(answer))))
-    answer = await _results(request, service, futures, QUIET_SECONDS)
-
-    async def stream() -> AsyncIterator[str]:
-        found = answer
-        try:
-            while found is None:
-                yield ": waiting for the sampler\n\n"
-                found = await _results(request, service, futures, QUIET_SECONDS)
-            for part in await asyncio.to_thread(lambda: list(events(finish(found)))):
-                yield part
-        except Exception as error:
-            yield openai_answer.event(body_of(as_refused(error)))
-        finally:
-            _cancel(service, futures)
-
-    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-async def _results(
-    request: Request, service: Service, futures: list[Future], seconds: float | None
-) -> list[SampleResult] | None:
-    """What was sampled, None when it is not there after `seconds`; cancelled when the client has gone meanwhile."""
-    loop = asyncio.get_running_loop()
-    end = None if seconds is None else loop.time() + seconds
-    waits = [future for future in futures if not future.done]
-    try:
-        while waits:
-            rest = _LOOK_SECONDS if end is None else min(_LOOK_SECONDS, end - loop.time())
-            if rest <= 0:
-                return None
-            await waits[0].wait(rest)
-            failed = next((future for future in futures if future.error), None)
-            if failed is not None:
-                raise failed.error
-            if await request.is_disconnected():
-                raise Refused(499, "the client has gone")
-            waits = [future for future in waits if not future.done]
-        return [await _result(service, future) for future in futures]
-    except BaseException:
-        _cancel(service, futures)
-        raise
-
-
-def _cancel(service: Service, futures: list[Future]) -> None:
-    for future in futures:
-        service.sampling.cancel(future)
-
-
-async def _result(service: Service, future: Future) -> SampleResult:
-    if future.error is not None:
-        raise future.error
-    encoded = await asyncio.to_thread(lambda: future.result) if future.is_on_disk else future.result
-    result = proto.read_sample(encoded.data)
-    service.futures.drop(future.request_id)
-    return result

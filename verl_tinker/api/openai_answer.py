@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +40,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that is said to one request."""
+    """Everything that is said to one request, or so far."""
 
     model: str
-    choices: list[Choice]
-    usage: dict[str, Any]
+    choices: list[Choice] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
     wants_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     token: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -55,83 +55,113 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-# Chats
+class ChatForm:
+    """Chat completions. One of these two forms says how an answer looks, whole and in chunks."""
 
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-def chat_body(chat: TextOf, answer: Answer) -> dict[str, Any]:
-    choices = []
-    for choice in answer.choices:
-        message = {"role": "assistant", "content": choice.content, "refusal": None}
-        if choice.tool_calls:
-            message["tool_calls"] = choice.tool_calls
-        said = {"content": chat_logprobs(chat, choice.scored), "refusal": None} if choice.wants_logprobs else None
-        choices.append({"index": choice.index, "message": message, "logprobs": said,
-                        "finish_reason": choice.finish_reason, **choice.ids()})
-    return _whole(answer, "chat.completion", choices)
+    def __init__(self, chat: TextOf):
+        self.chat = chat
 
+    def body(self, answer: Answer) -> dict[str, Any]:
+        choices = []
+        for choice in answer.choices:
+            message = {"role": "assistant", "content": choice.content, "refusal": None}
+            if choice.tool_calls:
+                message["tool_calls"] = choice.tool_calls
+            said = {"content": chat_logprobs(self.chat, choice.scored), "refusal": None} if choice.wants_logprobs else None
+            choices.append({"index": choice.index, "message": message, "logprobs": said,
+                            "finish_reason": choice.finish_reason, **choice.ids()})
+        return _whole(answer, self.kind, choices)
 
-def chat_events(chat: TextOf, answer: Answer) -> Iterator[str]:
-    """The finished answer in chunks of one token each; of one that calls tools, a chunk for each call."""
-
-    def chunk(choice: Choice, delta: dict, finish: str | None = None, said: list | None = None, **more: Any) -> str:
-        logprobs = None if said is None else {"content": said, "refusal": None}
-        one = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
-        return event(_chunk(answer, "chat.completion.chunk", [one]))
-
-    for choice in answer.choices:
+    def opening(self, answer: Answer, choice: Choice) -> Iterator[str]:
         ids = {"prompt_token_ids": choice.prompt_tokens} if choice.wants_ids else {}
-        yield chunk(choice, {"role": "assistant", "content": ""}, **ids)
-        said = chat_logprobs(chat, choice.scored) if choice.wants_logprobs else None
+        yield self._chunk(answer, choice, {"role": "assistant", "content": ""}, **ids)
+
+    def pieces(self, answer: Answer, choice: Choice, begin: int) -> Iterator[str]:
+        """A chunk for each token from `begin` on; of an answer that calls tools, a chunk for each call."""
+        part = choice.scored.since(begin)
+        said = chat_logprobs(self.chat, part) if choice.wants_logprobs else None
         if choice.tool_calls:
             if choice.content or said is not None or choice.wants_ids:
-                yield chunk(choice, {"content": choice.content or ""}, said=said, **choice.ids())
+                yield self._chunk(answer, choice, {"content": choice.content or ""}, said=said, **choice.ids())
             for i, call in enumerate(choice.tool_calls):
-                yield chunk(choice, {"tool_calls": [{"index": i, **call}]})
-        else:
-            for i, piece in enumerate(choice.scored.pieces):
-                if piece or said is not None or choice.wants_ids:
-                    ids = {"token_ids": choice.scored.tokens[i : i + 1]} if choice.wants_ids else {}
-                    yield chunk(choice, {"content": piece}, said=None if said is None else said[i : i + 1], **ids)
-        yield chunk(choice, {}, choice.finish_reason)
-    yield from _end(answer, "chat.completion.chunk")
+                yield self._chunk(answer, choice, {"tool_calls": [{"index": i, **call}]})
+            return
+        for i, piece in enumerate(part.pieces):
+            if piece or said is not None or choice.wants_ids:
+                ids = {"token_ids": part.tokens[i : i + 1]} if choice.wants_ids else {}
+                yield self._chunk(answer, choice, {"content": piece}, said=None if said is None else said[i : i + 1], **ids)
+
+    def ending(self, answer: Answer, choice: Choice) -> Iterator[str]:
+        yield self._chunk(answer, choice, {}, choice.finish_reason)
+
+    def _chunk(self, answer: Answer, choice: Choice, delta: dict, finish: str | None = None, said: list | None = None,
+               **more: Any) -> str:
+        logprobs = None if said is None else {"content": said, "refusal": None}
+        one = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
+        return event(_chunk(answer, self.chunk_kind, [one]))
 
 
-# Completions
+class CompletionForm:
+    """Completions."""
 
+    kind = chunk_kind = "text_completion"
 
-def completion_body(chat: TextOf, answer: Answer) -> dict[str, Any]:
-    choices = []
-    for choice in answer.choices:
+    def __init__(self, chat: TextOf):
+        self.chat = chat
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        choices = []
+        for choice in answer.choices:
+            whole = _with_prompt(choice)
+            said = completion_logprobs(self.chat, whole) if choice.wants_logprobs else None
+            ids = choice.ids() | ({"prompt_token_ids": choice.prompt_tokens} if choice.wants_ids else {})
+            choices.append({"index": choice.index, "text": whole.text, "logprobs": said,
+                            "finish_reason": choice.finish_reason, **ids})
+        return _whole(answer, self.kind, choices)
+
+    def opening(self, answer: Answer, choice: Choice) -> Iterator[str]:
+        return iter(())
+
+    def pieces(self, answer: Answer, choice: Choice, begin: int) -> Iterator[str]:
+        """A chunk for each token from `begin` on, with those of the prompt where it is to be repeated."""
         whole = _with_prompt(choice)
-        said = completion_logprobs(chat, whole) if choice.wants_logprobs else None
-        ids = choice.ids() | ({"prompt_token_ids": choice.prompt_tokens} if choice.wants_ids else {})
-        choices.append({"index": choice.index, "text": whole.text, "logprobs": said,
-                        "finish_reason": choice.finish_reason, **ids})
-    return _whole(answer, "text_completion", choices)
-
-
-def completion_events(chat: TextOf, answer: Answer) -> Iterator[str]:
-    def chunk(choice: Choice, text: str, finish: str | None = None, said: dict | None = None, **more: Any) -> str:
-        one = {"index": choice.index, "text": text, "logprobs": said, "finish_reason": finish, **more}
-        return event(_chunk(answer, "text_completion", [one]))
-
-    for choice in answer.choices:
-        whole = _with_prompt(choice)
-        said = completion_logprobs(chat, whole) if choice.wants_logprobs else None
-        for i, piece in enumerate(whole.pieces):
+        part = whole.since(begin)
+        before = len(whole.text) - len(part.text)
+        said = completion_logprobs(self.chat, part, before) if choice.wants_logprobs else None
+        for i, piece in enumerate(part.pieces):
             if piece or said is not None or choice.wants_ids:
                 here = None if said is None else {k: v and v[i : i + 1] for k, v in said.items()}
-                ids = {"token_ids": whole.tokens[i : i + 1]} if choice.wants_ids else {}
-                yield chunk(choice, piece, said=here, **ids)
-        yield chunk(choice, "", choice.finish_reason)
-    yield from _end(answer, "text_completion")
+                ids = {"token_ids": part.tokens[i : i + 1]} if choice.wants_ids else {}
+                yield self._chunk(answer, choice, piece, said=here, **ids)
+
+    def ending(self, answer: Answer, choice: Choice) -> Iterator[str]:
+        yield self._chunk(answer, choice, "", choice.finish_reason)
+
+    def _chunk(self, answer: Answer, choice: Choice, text: str, finish: str | None = None, said: dict | None = None,
+               **more: Any) -> str:
+        one = {"index": choice.index, "text": text, "logprobs": said, "finish_reason": finish, **more}
+        return event(_chunk(answer, self.chunk_kind, [one]))
+
+
+Form = ChatForm | CompletionForm
 
 
 def _with_prompt(choice: Choice) -> Scored:
     return choice.scored if choice.before is None else choice.before + choice.scored
 
 
-# Both
+def rest_of_stream(form: Form, answer: Answer, sent: Mapping[int, int]) -> Iterator[str]:
+    """The chunks of a finished answer but for the tokens that were sent, as many as `sent` says of each choice."""
+    for choice in answer.choices:
+        if choice.index not in sent:
+            yield from form.opening(answer, choice)
+        yield from form.pieces(answer, choice, sent.get(choice.index, 0))
+        yield from form.ending(answer, choice)
+    if answer.wants_usage:
+        yield event(_head(answer, form.chunk_kind) | {"choices": [], "usage": answer.usage})
+    yield DONE
 
 
 def _whole(answer: Answer, kind: str, choices: list[dict]) -> dict[str, Any]:
@@ -144,12 +174,6 @@ def _whole(answer: Answer, kind: str, choices: list[dict]) -> dict[str, Any]:
 def _chunk(answer: Answer, kind: str, choices: list[dict]) -> dict[str, Any]:
     # With usage asked for, every chunk has the field, and all but the last one null in it.
     return _head(answer, kind) | {"choices": choices} | ({"usage": None} if answer.wants_usage else {})
-
-
-def _end(answer: Answer, kind: str) -> Iterable[str]:
-    if answer.wants_usage:
-        yield event(_head(answer, kind) | {"choices": [], "usage": answer.usage})
-    yield DONE
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:

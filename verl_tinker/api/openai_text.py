@@ -43,6 +43,11 @@ class Scored:
     def text(self) -> str:
         return "".join(self.pieces)
 
+    def since(self, begin: int) -> Scored:
+        """Without the first `begin` tokens."""
+        topk = self.topk and TopK(self.topk.ids[begin:], self.topk.logprobs[begin:])
+        return Scored(self.tokens[begin:], self.logprobs[begin:], self.pieces[begin:], topk)
+
     def none(self) -> Scored:
         """No token of it."""
         return Scored([], [], [], self.topk and TopK(self.topk.ids[:0], self.topk.logprobs[:0]))
@@ -59,7 +64,7 @@ def sampled(chat: TextOf, sequence: SampledSequence, stops: list[str]) -> Scored
     """All sampled tokens, and the text before the stop string or end token that is the last of them."""
     tokens = sequence.tokens.tolist()
     text = _until_stop(chat.text(tokens), sequence, stops)
-    return Scored(tokens, _numbers(sequence.logprobs), chat.pieces(tokens, text), sequence.topk)
+    return Scored(tokens, numbers(sequence.logprobs), chat.pieces(tokens, text), sequence.topk)
 
 
 def marked(chat: TextOf, sequence: SampledSequence, stops: list[str]) -> str:
@@ -79,7 +84,7 @@ def _until_stop(text: str, sequence: SampledSequence, stops: list[str]) -> str:
 def of_prompt(chat: TextOf, tokens: list[int], result: SampleResult) -> Scored:
     """The prompt's tokens with their log-probabilities, where they were asked for."""
     scores = result.prompt_logprobs
-    logprobs = [None] * len(tokens) if scores is None else [None, *_numbers(scores[1:])]
+    logprobs = [None] * len(tokens) if scores is None else [None, *numbers(scores[1:])]
     return Scored(tokens, logprobs, chat.pieces(tokens, chat.text(tokens)), result.topk_prompt)
 
 
@@ -123,7 +128,7 @@ def _by_text(chat: TextOf, scored: Scored, row: int) -> dict[str, float] | None:
     return found
 
 
-def _numbers(values: np.ndarray) -> list[float]:
+def numbers(values: np.ndarray) -> list[float]:
     return [_number(value) for value in values.tolist()]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from verl_tinker.core.futures import Future, FutureStore
 from verl_tinker.core.records import RecordRing
 from verl_tinker.core.samplers import Sampler, SamplerTable
 from verl_tinker.core.sessions import SessionTable
-from verl_tinker.core.types import EMPTY_CELL, SampleRequest, SampleResult, TopK
+from verl_tinker.core.types import EMPTY_CELL, Drawn, SampleRequest, SampleResult, TopK
 from verl_tinker.core.validate import find_model
 from verl_tinker.core.validate_sampling import MAX_SAMPLES, check_sample
 from verl_tinker.core.versions import VersionTable
@@ -89,14 +90,19 @@ class Sampling:
         if not model.sampleable:
             raise UserError(f"base_model {model.name!r} is served for training only, by this server's preset")
 
-    def submit_by_name(self, caller: Caller, name: str, request: SampleRequest) -> Future:
-        """Accept a request to a base model, or to a path of saved sampler weights, that belongs to no session."""
+    def submit_by_name(
+        self, caller: Caller, name: str, request: SampleRequest, seen: Callable[[Drawn], None] | None = None
+    ) -> Future:
+        """Accept a request to a base model, or to a path of saved sampler weights, that belongs to no session.
+
+        `seen` is told of tokens as they are drawn.
+        """
         if name.startswith("tinker://"):
             sampler = self._samplers.of_path(f"by name: {name}", "", parse_path(name), caller or "")
         else:
             sampler = Sampler(f"by name: {name}", "", name, caller or "")
         self._check_sampleable(sampler)
-        return self._accept(sampler, None, request.num_samples, request)
+        return self._accept(sampler, None, request.num_samples, request, seen)
 
     def submit(
         self, caller: Caller, sampler_id: str, seq: int | None, sequences: int, request: SampleRequest | TinkerError
@@ -112,7 +118,10 @@ class Sampling:
             return known
         return self._accept(sampler, seq, sequences, request)
 
-    def _accept(self, sampler: Sampler, seq: int | None, sequences: int, request: SampleRequest | TinkerError) -> Future:
+    def _accept(
+        self, sampler: Sampler, seq: int | None, sequences: int, request: SampleRequest | TinkerError,
+        seen: Callable[[Drawn], None] | None = None,
+    ) -> Future:
         sampler_id = sampler.sampler_id
         if len(self._tasks) >= self._max_waiting:
             raise Overloaded(f"{len(self._tasks)} samples wait already (server.max_waiting_samples); send this one again")
@@ -121,7 +130,7 @@ class Sampling:
         if seq is not None:
             self._accepted[sampler_id, seq] = future
             self._forget_dropped()
-        task = asyncio.get_running_loop().create_task(self._run(future, sampler, request))
+        task = asyncio.get_running_loop().create_task(self._run(future, sampler, request, seen))
         self._tasks[future.request_id] = task
         task.add_done_callback(lambda _: self._ended(sampler, seq or 0, future))
         return future
@@ -151,7 +160,9 @@ class Sampling:
                 return
             del self._accepted[key]
 
-    async def _run(self, future: Future, sampler: Sampler, request: SampleRequest | TinkerError) -> None:
+    async def _run(
+        self, future: Future, sampler: Sampler, request: SampleRequest | TinkerError, seen: Callable[[Drawn], None] | None
+    ) -> None:
         try:
             if sampler.session_id:
                 # The session's own client went through the key check when it submitted.
@@ -163,7 +174,7 @@ class Sampling:
             async with self._slots.slot(sampler.owner, sampler.sampler_id):
                 future.state = lambda: "sample is running"
                 self._futures.begin([future])
-                result = await self._sample(sampler, request)
+                result = await self._sample(sampler, request, seen)
             if request.record:
                 self._records.add(sampler.session_id, future.sequence_ids, result)
             await self._futures.succeed(future, result)
@@ -179,12 +190,14 @@ class Sampling:
             log.exception("sample of %s failed", sampler.sampler_id)
             future.fail(EngineError(f"sample failed inside the server: {type(error).__name__}: {error}"))
 
-    async def _sample(self, sampler: Sampler, request: SampleRequest) -> SampleResult:
+    async def _sample(
+        self, sampler: Sampler, request: SampleRequest, seen: Callable[[Drawn], None] | None
+    ) -> SampleResult:
         version = await self._samplers.version(sampler)
         if version is None:
-            return self._checked(await self._engine.sample(sampler.base_model, 0, request), 0, request)
+            return self._checked(await self._engine.sample(sampler.base_model, 0, request, seen), 0, request)
         async with self._versions.using(version):
-            result = await self._engine.sample(sampler.base_model, version.number, request)
+            result = await self._engine.sample(sampler.base_model, version.number, request, seen)
         return self._checked(result, version.number, request)
 
     def _checked(self, result: SampleResult, number: int, request: SampleRequest) -> SampleResult:

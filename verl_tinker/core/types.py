@@ -188,6 +188,21 @@ class SampledSequence:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What was drawn of sequence `index` since the last time: tokens int32[n], logprobs float32[n], topk of n rows."""
+
+    index: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    topk: TopK | None = None
+
+    def after(self, count: int) -> Drawn:
+        """Without the first `count`."""
+        topk = self.topk and TopK(self.topk.ids[count:], self.topk.logprobs[count:])
+        return Drawn(self.index, self.tokens[count:], self.logprobs[count:], topk)
+
+
+@dataclass(frozen=True)
 class Draws:
     """k tokens drawn with replacement for each of n positions: ids int32[n, k], logprobs float32[n, k] in nats.
 

@@ -7,11 +7,12 @@ Owns versions, the order of requests and the choice of base weights. Does not to
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from verl_tinker.core.errors import Evicted, WrongWeights
-from verl_tinker.core.types import SampleRequest
+from verl_tinker.core.types import Drawn, SampleRequest
 
 BASE = 0
 
@@ -37,6 +38,9 @@ class Item:
     loaded: Version | None
     base: int
     future: Any
+    # Told of tokens as they are drawn, or None; `drawing` is for the server that runs the request.
+    seen: Callable[[Drawn], None] | None = None
+    drawing: Any = None
 
     @property
     def adapter(self) -> str | None:
@@ -59,12 +63,12 @@ class Admission:
         self.running: set[Item] = set()
         self._retired: set[int] = set()
 
-    def enqueue(self, request: SampleRequest, version: int, future: Any) -> None:
+    def enqueue(self, request: SampleRequest, version: int, future: Any, seen: Callable[[Drawn], None] | None = None) -> None:
         if version != BASE and version not in self.versions:
             raise Evicted(f"version {version} is not loaded in the sampler any more")
         loaded = self.versions.get(version)
         base = version if loaded is not None and not loaded.is_adapter else BASE
-        self.waiting.append(Item(request, version, loaded, base, future))
+        self.waiting.append(Item(request, version, loaded, base, future, seen))
 
     def start(self) -> list[Item]:
         """The requests that may run now, first come first; they count as running until `finish`."""

@@ -13,6 +13,7 @@ from verl_tinker.core.types import (
     AdamParams,
     BaseModelInfo,
     Datum,
+    Drawn,
     ForwardBackwardResult,
     ModelInfo,
     ModelSpec,
@@ -77,7 +78,10 @@ class Engine(Protocol):
 
     async def retire_version(self, version: int) -> None: ...
 
-    async def sample(self, base_model: str, version: int, request: SampleRequest) -> SampleResult: ...
+    async def sample(
+        self, base_model: str, version: int, request: SampleRequest, seen: Callable[[Drawn], None] | None = None
+    ) -> SampleResult:
+        """`seen` is told of tokens as they are drawn, on the event loop; the result holds all of them again."""
 
     def worker_logs(self) -> str:
         """Where the logs of its processes lie, for whoever runs the server."""

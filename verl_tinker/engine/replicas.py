@@ -9,19 +9,24 @@ import asyncio
 import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_tinker.core.errors import EngineError, TinkerError, Unresponsive, WorkerDied
-from verl_tinker.core.types import SampleRequest, SampleResult
+from verl_tinker.core.types import Drawn, SampleRequest, SampleResult
 from verl_tinker.engine.waiting import answer_of
 
 if TYPE_CHECKING:
+    import ray
     from verl.workers.rollout.replica import RolloutReplica
 
 log = logging.getLogger(__name__)
+
+# Told of tokens as they are drawn.
+Seen = Callable[[Drawn], None] | None
 
 # A request that ends a replica is tried on one more, not on all of them.
 _ATTEMPTS = 2
@@ -48,6 +53,33 @@ class _Place:
     in_flight: int = 0
     deaths: list[float] = field(default_factory=list)
     replacement: asyncio.Task | None = None
+
+
+class Told:
+    """Passes on what is drawn, each token once, whatever the number of attempts."""
+
+    def __init__(self, seen: Callable[[Drawn], None]):
+        self._seen = seen
+        self._told: Counter[int] = Counter()
+        self._drawn: Counter[int] = Counter()
+
+    async def all_of(self, parts: ray.ObjectRefGenerator) -> SampleResult:
+        """What the last of the parts is; the others are what was drawn before."""
+        self._drawn.clear()
+        async for reference in parts:
+            part = await reference
+            if isinstance(part, SampleResult):
+                return part
+            old = max(0, self._told[part.index] - self._drawn[part.index])
+            self._drawn[part.index] += len(part.tokens)
+            if old < len(part.tokens):
+                self._told[part.index] = self._drawn[part.index]
+                self._seen(part if not old else part.after(old))
+        raise EngineError("the sampler ended without a result")
+
+    def again(self, request: SampleRequest) -> bool:
+        """May another attempt go on where this one ended?"""
+        return not self._told or request.params.seed is not None or request.params.temperature == 0
 
 
 class Replicas:
@@ -82,16 +114,22 @@ class Replicas:
         """Those that live."""
         return [place.rank for place in self.places if place.replica is not None]
 
-    async def generate(self, request: SampleRequest, version: int) -> SampleResult:
-        """From the replica of the request's session or one with less to do; from another when that one dies."""
+    async def generate(self, request: SampleRequest, version: int, seen: Seen = None) -> SampleResult:
+        """From the replica of the request's session or one with less to do; from another when that one dies.
+
+        Not where `seen` was told of tokens that a second attempt would not draw again.
+        """
         error: TinkerError | None = None
+        told = None if seen is None else Told(seen)
         for _ in range(_ATTEMPTS):
             place = await self._chosen(request.affinity)
             place.in_flight += 1
             try:
-                return await self._ask(place, "sample", request, version)
+                return await self._ask(place, "sample", request, version, told=told)
             except WorkerDied as death:
                 error = death
+                if told is not None and not told.again(request):
+                    break
             finally:
                 place.in_flight -= 1
         raise error
@@ -135,12 +173,13 @@ class Replicas:
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied | Unresponsive):
                 raise answer
 
-    async def _ask(self, place: _Place, method: str, *args, limit: float | None = None) -> Any:
+    async def _ask(self, place: _Place, method: str, *args, limit: float | None = None, told: Told | None = None) -> Any:
         replica = place.replica
         if replica is None:
             raise WorkerDied(f"{self._name(place)} is being started again")
         try:
-            answer = getattr(replica.server_handle, method).remote(*args)
+            answer = (getattr(replica.server_handle, method).remote(*args) if told is None
+                      else told.all_of(replica.server_handle.sample_seen.options(num_returns="streaming").remote(*args)))
             return await answer_of(self._name(place), method, answer, limit or self.timeout_s)
         except WorkerDied as error:
             self._lost(place, replica, error)

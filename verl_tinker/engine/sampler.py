@@ -12,7 +12,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from verl_tinker.core.errors import WorkerDied
 from verl_tinker.core.types import SampleRequest, SampleResult
-from verl_tinker.engine.replicas import Launch, Replicas
+from verl_tinker.engine.replicas import Launch, Replicas, Seen
 from verl_tinker.engine.rollout import actor_replica
 from verl_tinker.engine.settings import EngineSettings
 
@@ -70,8 +70,8 @@ class Sampler:
         for rank in self.replicas.ranks:
             await self._verify(rank, 0, None)
 
-    async def generate(self, request: SampleRequest, version: int) -> SampleResult:
-        return await self.replicas.generate(request, version)
+    async def generate(self, request: SampleRequest, version: int, seen: Seen = None) -> SampleResult:
+        return await self.replicas.generate(request, version, seen)
 
     async def load_version(self, version: int, folder: str, lora_rank: int) -> None:
         """On every replica, compared on each, or on none."""

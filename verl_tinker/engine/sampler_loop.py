@@ -16,11 +16,11 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from verl_tinker.core.errors import EngineError, SyncError, TinkerError, UserError
-from verl_tinker.core.types import SampleRequest
+from verl_tinker.core.types import Drawn, SampleRequest
 from verl_tinker.engine import prompt_logprobs, vllm_weights
 from verl_tinker.engine.admission import Admission, Item, Version, adapter_label
 from verl_tinker.engine.fingerprints import Fingerprints, check_adapter, check_received
-from verl_tinker.engine.sampling import REFUSALS, NotNumbers, sample_result, vllm_params
+from verl_tinker.engine.sampling import REFUSALS, Drawing, NotNumbers, vllm_params
 
 
 class SamplerLoop:
@@ -40,10 +40,10 @@ class SamplerLoop:
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
 
-    def submit(self, request: SampleRequest, version: int) -> Future:
-        """A future SampleResult, drawn from exactly `version`."""
+    def submit(self, request: SampleRequest, version: int, seen: Callable[[Drawn], None] | None = None) -> Future:
+        """A future SampleResult, drawn from exactly `version`; `seen` is told meanwhile, in the loop's thread."""
         future: Future = Future()
-        self._inbox.put(lambda: self._enqueue(request, version, future))
+        self._inbox.put(lambda: self._enqueue(request, version, future, seen))
         return future
 
     def call(self, function: Callable, *args) -> Future:
@@ -71,7 +71,7 @@ class SamplerLoop:
                 self._admit()
                 if self.engine.has_unfinished_requests():
                     for output in self.engine.step():
-                        self._finish(output)
+                        self._receive(output)
             except BaseException as error:
                 self._fail_all(error)
         self._fail_all(EngineError("the sampler was closed"))
@@ -85,9 +85,9 @@ class SamplerLoop:
             except queue.Empty:
                 return
 
-    def _enqueue(self, request: SampleRequest, version: int, future: Future) -> None:
+    def _enqueue(self, request: SampleRequest, version: int, future: Future, seen: Callable[[Drawn], None] | None) -> None:
         try:
-            self.admission.enqueue(request, version, future)
+            self.admission.enqueue(request, version, future, seen)
         except TinkerError as error:
             future.set_exception(error)
 
@@ -126,25 +126,34 @@ class SamplerLoop:
         self._counter += 1
         request_id = f"{self._counter}"
         self._running[request_id] = item
+        item.drawing = Drawing(item.request, item.seen)
         try:
             lora = LoRARequest(adapter_label(item.version), item.version, item.adapter) if item.adapter else None
             prompt = {"prompt_token_ids": [int(t) for t in item.request.prompt]}
-            self.engine.add_request(request_id, prompt, vllm_params(item.request, self.max_context), lora_request=lora)
+            params = vllm_params(item.request, self.max_context, item.seen is not None)
+            self.engine.add_request(request_id, prompt, params, lora_request=lora)
         except REFUSALS as error:
             self._end(request_id).future.set_exception(UserError(f"sampling_params: {error}"))
         except BaseException as error:
             self._end(request_id).future.set_exception(EngineError(f"vLLM refused the request: {error}"))
 
-    def _finish(self, output) -> None:
-        if output.request_id not in self._running or not output.finished:
+    def _receive(self, output) -> None:
+        item = self._running.get(output.request_id)
+        if item is None or (item.seen is None and not output.finished):
             return
-        item = self._end(output.request_id)
         try:
             self.admission.check_drawn(item, output.lora_request.lora_name if output.lora_request else None)
-            item.future.set_result(sample_result(item.request, output, item.version))
+            item.drawing.add(output)
+            if not output.finished:
+                return
+            result = item.drawing.result(item.version)
         except BaseException as error:
             self._spoilt |= isinstance(error, NotNumbers)
-            item.future.set_exception(error)
+            if not output.finished:
+                self.engine.abort_request([output.request_id])
+            self._end(output.request_id).future.set_exception(error)
+        else:
+            self._end(output.request_id).future.set_result(result)
         self._remove_retired()
 
     def _end(self, request_id: str) -> Item:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
-from verl_tinker.core.types import SampleRequest, SampleResult
+from verl_tinker.core.types import Drawn, SampleRequest, SampleResult
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,16 @@ class SamplerServer:
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
         return await asyncio.wrap_future(self.loop.submit(request, version))
+
+    async def sample_seen(self, request: SampleRequest, version: int) -> AsyncIterator[Drawn | SampleResult]:
+        """What is drawn, as it is drawn, and at last the whole result."""
+        here, parts = asyncio.get_running_loop(), asyncio.Queue()
+        seen = lambda part: here.call_soon_threadsafe(parts.put_nowait, part)  # noqa: E731
+        result = asyncio.wrap_future(self.loop.submit(request, version, seen))
+        result.add_done_callback(lambda _: parts.put_nowait(None))
+        while (part := await parts.get()) is not None:
+            yield part
+        yield await result
 
     async def load_version(self, version: int, folder: str, rank: int) -> dict[str, str]:
         """Fingerprints of the adapter tensors now in the engine, by name."""

@@ -5,6 +5,8 @@ Owns the mapping of every sampling parameter and of log-probabilities. Does not 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +17,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from verl_tinker.core.errors import EngineError
-from verl_tinker.core.types import EMPTY_CELL, NO_TARGET, SampledSequence, SampleRequest, SampleResult, TopK
+from verl_tinker.core.types import EMPTY_CELL, NO_TARGET, Drawn, SampledSequence, SampleRequest, SampleResult, TopK
 from verl_tinker.engine.prompt_extras import EXTRA_ARG, Extras
 
 # What vLLM raises for a request that it refuses: a ValueError in older versions, a type of its own in newer ones.
@@ -28,7 +30,7 @@ class NotNumbers(EngineError):
     """The model's answer holds NaN."""
 
 
-def vllm_params(request: SampleRequest, max_context: int) -> VllmParams:
+def vllm_params(request: SampleRequest, max_context: int, in_parts: bool = False) -> VllmParams:
     """vLLM's parameters; EOS ends a sample unless the client sent an empty stop list."""
     p = request.params
     stop = p.stop or []
@@ -55,19 +57,46 @@ def vllm_params(request: SampleRequest, max_context: int) -> VllmParams:
         prompt_logprobs=request.topk_prompt_logprobs + columns if wants_prompt else None,
         extra_args=None if extras is None else {EXTRA_ARG: extras.argument()},
         flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if in_parts else RequestOutputKind.FINAL_ONLY,
     )
 
 
-def sample_result(request: SampleRequest, output: RequestOutput, version: int) -> SampleResult:
-    """Our result of a finished vLLM request."""
-    sequences = [_sequence(o, request.topk_sample_logprobs) for o in sorted(output.outputs, key=lambda o: o.index)]
-    result = SampleResult(
-        sequences=sequences * (request.num_samples // len(sequences)),
-        version=version,
-        cache_hit_tokens=output.num_cached_tokens or 0,
-    )
-    return result if output.prompt_logprobs is None else replace(result, **_of_prompt(request, output.prompt_logprobs))
+class Drawing:
+    """What vLLM has said of one request so far: all at the end, or for `seen` each sequence by itself as it grows."""
+
+    def __init__(self, request: SampleRequest, seen: Callable[[Drawn], None] | None = None):
+        self._request, self._seen = request, seen
+        self._outputs: dict[int, CompletionOutput] = {}
+        self._shown: Counter[int] = Counter()
+        self._last: RequestOutput | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self._last = output
+        for one in output.outputs:
+            self._outputs[one.index] = one
+            if self._seen is not None and not output.finished:
+                self._show(one)
+
+    def _show(self, one: CompletionOutput) -> None:
+        first, count, k = self._shown[one.index], len(one.token_ids), self._request.topk_sample_logprobs
+        if first == count:
+            return
+        ids, logprobs = _table(one.logprobs, count, 1 + k)
+        _check_numbers(logprobs)
+        self._shown[one.index] = count
+        topk = TopK(ids[first:, 1:], logprobs[first:, 1:]) if k else None
+        self._seen(Drawn(one.index, np.asarray(one.token_ids[first:], np.int32), logprobs[first:, 0], topk))
+
+    def result(self, version: int) -> SampleResult:
+        """Our result, once vLLM has finished."""
+        request, last = self._request, self._last
+        sequences = [_sequence(self._outputs[i], request.topk_sample_logprobs) for i in sorted(self._outputs)]
+        result = SampleResult(
+            sequences=sequences * (request.num_samples // len(sequences)),
+            version=version,
+            cache_hit_tokens=last.num_cached_tokens or 0,
+        )
+        return result if last.prompt_logprobs is None else replace(result, **_of_prompt(request, last.prompt_logprobs))
 
 
 def _of_prompt(request: SampleRequest, flat: FlatLogprobs) -> dict:
@@ -96,10 +125,14 @@ def _sequence(output: CompletionOutput, k: int) -> SampledSequence:
         raise EngineError("vLLM broke the request off")
     tokens = np.asarray(output.token_ids, np.int32)
     ids, logprobs = _table(output.logprobs, len(tokens), 1 + k)
-    if np.isnan(logprobs[:, 0]).any():
-        raise NotNumbers("the model gave log-probabilities that are not numbers; its weights are no use for this prompt")
+    _check_numbers(logprobs)
     reason = "length" if output.finish_reason == "length" else "stop"
     return SampledSequence(tokens, logprobs[:, 0], reason, TopK(ids[:, 1:], logprobs[:, 1:]) if k else None)
+
+
+def _check_numbers(logprobs: np.ndarray) -> None:
+    if np.isnan(logprobs[:, 0]).any():
+        raise NotNumbers("the model gave log-probabilities that are not numbers; its weights are no use for this prompt")
 
 
 def _table(flat: FlatLogprobs, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from verl_tinker.core.types import BaseModelInfo, SampleRequest, SampleResult
 from verl_tinker.engine.cpu.environment import rollout_environment
-from verl_tinker.engine.replicas import Launch, Replicas
+from verl_tinker.engine.replicas import Launch, Replicas, Seen
 from verl_tinker.engine.rollout import teacher_replica
 from verl_tinker.engine.settings import EngineSettings, TeacherSettings
 
@@ -45,8 +45,8 @@ class Teachers:
     def knows(self, name: str) -> bool:
         return name in self.replicas
 
-    async def generate(self, name: str, request: SampleRequest) -> SampleResult:
-        return await self.replicas[name].generate(request, 0)
+    async def generate(self, name: str, request: SampleRequest, seen: Seen = None) -> SampleResult:
+        return await self.replicas[name].generate(request, 0, seen)
 
     async def check(self) -> None:
         for group in set(self.replicas.values()):

@@ -18,6 +18,7 @@ from verl_tinker.core.types import (
     AdamParams,
     BaseModelInfo,
     Datum,
+    Drawn,
     ForwardBackwardResult,
     ModelInfo,
     ModelSpec,
@@ -232,13 +233,15 @@ class VerlEngine:
         async with self.turns.turn("sampling"):
             await self.sampler.unload_version(version)
 
-    async def sample(self, base_model: str, version: int, request: SampleRequest) -> SampleResult:
+    async def sample(
+        self, base_model: str, version: int, request: SampleRequest, seen: Callable[[Drawn], None] | None = None
+    ) -> SampleResult:
         if self.teachers.knows(base_model):
-            return await self.teachers.generate(base_model, request)
+            return await self.teachers.generate(base_model, request, seen)
         if self.sampler is None:
             raise UserError("this preset has no sampler; start the server with configs/quick_start/actor_rollout.yaml")
         async with self.turns.turn("sampling"):
-            return await self.sampler.generate(request, version)
+            return await self.sampler.generate(request, version, seen)
 
     def _probe_tokens(self) -> np.ndarray:
         return probe.probe_tokens(min(m.vocab_size for m in self.settings.models))

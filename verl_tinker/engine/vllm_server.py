@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from verl_tinker.core.errors import EngineError, SyncError, TinkerError, UserError, WorkerDied
-from verl_tinker.core.types import SampleRequest, SampleResult
+from verl_tinker.core.types import Drawn, SampleRequest, SampleResult
 from verl_tinker.engine.admission import Admission, Item, Version, adapter_label
 from verl_tinker.engine.fingerprints import Fingerprints, check_adapter, check_received
-from verl_tinker.engine.sampling import REFUSALS, sample_result, vllm_params
+from verl_tinker.engine.sampling import REFUSALS, Drawing, vllm_params
 from verl_tinker.engine.waiting import answer_of
 
 _CACHE_RESET_SECONDS = 10.0
@@ -59,10 +59,22 @@ class VersionServer(vLLMHttpServer):
 
     async def sample(self, request: SampleRequest, version: int) -> SampleResult:
         """Drawn from exactly `version`."""
+        return await self._submit(request, version)
+
+    async def sample_seen(self, request: SampleRequest, version: int) -> AsyncIterator[Drawn | SampleResult]:
+        """What is drawn, as it is drawn, and at last the whole result."""
+        parts: asyncio.Queue = asyncio.Queue()
+        result = self._submit(request, version, parts.put_nowait)
+        result.add_done_callback(lambda _: parts.put_nowait(None))
+        while (part := await parts.get()) is not None:
+            yield part
+        yield await result
+
+    def _submit(self, request: SampleRequest, version: int, seen: Callable[[Drawn], None] | None = None) -> asyncio.Future:
         future = asyncio.get_running_loop().create_future()
-        self.admission.enqueue(request, version, future)
+        self.admission.enqueue(request, version, future, seen)
         self._admit()
-        return await future
+        return future
 
     async def load_version(self, version: int, folder: str, rank: int) -> Fingerprints:
         """Make a folder sampleable; fingerprints of the adapter tensors now in the first worker, by name."""
@@ -148,19 +160,19 @@ class VersionServer(vLLMHttpServer):
     async def _answer(self, item: Item) -> SampleResult:
         lora = LoRARequest(adapter_label(item.version), item.version, item.adapter) if item.adapter else None
         prompt = {"prompt_token_ids": [int(t) for t in item.request.prompt]}
-        output = None
+        drawing = Drawing(item.request, item.seen)
         try:
-            params = vllm_params(item.request, self.config.max_model_len)
+            params = vllm_params(item.request, self.config.max_model_len, item.seen is not None)
             async for output in self.engine.generate(prompt, params, str(next(self._request_ids)), lora_request=lora):
-                pass
+                self.admission.check_drawn(item, output.lora_request.lora_name if output.lora_request else None)
+                drawing.add(output)
         except Exception as error:
             # AsyncLLM wraps some of what it refuses.
             for refusal in (error, error.__cause__):
                 if isinstance(refusal, REFUSALS):
                     raise UserError(f"sampling_params: {refusal}") from error
             raise
-        self.admission.check_drawn(item, output.lora_request.lora_name if output.lora_request else None)
-        return sample_result(item.request, output, item.version)
+        return drawing.result(item.version)
 
     async def _remove_retired(self) -> None:
         for version in self.admission.removable():
