@@ -8,7 +8,7 @@ FROM scratch AS wheels
 FROM ${BASE}
 ARG DEVICE=cpu
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-    python3 python3-venv git ca-certificates && rm -rf /var/lib/apt/lists/*
+    python3 python3-venv git ca-certificates libnuma1 && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/verl-tinker
 COPY . .
 RUN --mount=type=bind,from=wheels,target=/wheels \

@@ -8,6 +8,7 @@ Owns the checks. Changes nothing, and works where the engines are not installed;
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -55,6 +56,7 @@ def examine(place: Place, environ: Mapping[str, str] = os.environ) -> Iterator[F
     """Every finding, good ones too."""
     yield python()
     yield from packages()
+    yield libraries()
     yield from gpus()
     yield processor()
     yield memory()
@@ -91,6 +93,18 @@ def packages() -> Iterator[Finding]:
         yield Finding("packages", "warn", f"other versions than were tested: {', '.join(others)}", INSTALL)
     if not missing and not others:
         yield Finding("packages", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def libraries() -> Finding:
+    """What vLLM's CPU build is linked against and no wheel holds; without it, vLLM begins and then lacks its operations."""
+    if "+cpu" not in (_version("torch") or ""):
+        return Finding("libraries", "ok", "nothing but what the packages hold")
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return Finding("libraries", "bad", "libnuma.so.1 is missing, which vLLM's CPU build needs",
+                       "install it: apt-get install libnuma1, or numactl-libs")
+    return Finding("libraries", "ok", "libnuma.so.1 is there")
 
 
 def _version(name: str) -> str | None:

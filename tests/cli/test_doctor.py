@@ -53,6 +53,18 @@ def test_little_memory_is_found_also_in_a_container(monkeypatch):
     said(doctor.memory(), "ok", "64.0 GiB free")
 
 
+def test_a_missing_library_is_found(monkeypatch):
+    said(doctor.libraries(), "ok", "libnuma")
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", missing)
+    said(doctor.libraries(), "bad", "libnuma.so.1 is missing", "apt-get install libnuma1")
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.11.0")
+    said(doctor.libraries(), "ok")
+
+
 @pytest.mark.parametrize("environ, level", [
     ({}, "ok"), ({"HTTP_PROXY": "http://p"}, "warn"),
     ({"http_proxy": "http://p", "no_proxy": "localhost, 127.0.0.1"}, "ok")])
