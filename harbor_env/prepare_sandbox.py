@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outer-image", default="tinker-harbor:local")
     parser.add_argument("--base-image", default="debian:trixie-slim", help="what the outer image is made from")
     parser.add_argument("--agent", choices=AGENTS, default="swe-agent", help="the agent whose runtime is baked in")
+    parser.add_argument("--agent-python", choices=("own", "system"), default="own",
+                        help="own: the runtime brings a Python from the web; system: it uses /usr/bin/python3, which every "
+                             "task's container must then have in the outer image's version")
     parser.add_argument("--images", type=Path, nargs="*", default=[],
                         help="`docker save` files that a sandbox loads before Harbor runs")
     parser.add_argument("--skip-image", action="store_true", help="the task only")
@@ -121,10 +124,10 @@ def write_context(context: Path, wheel: Path, options: argparse.Namespace) -> No
     (context / "images").mkdir()
     for image in options.images:
         shutil.copy(image, context / "images" / image.name)
-    (context / "Dockerfile").write_text(dockerfile(options.base_image, wheel.name, options.agent))
+    (context / "Dockerfile").write_text(dockerfile(options.base_image, wheel.name, options.agent, options.agent_python))
 
 
-def dockerfile(base: str, wheel: str, agent: str) -> str:
+def dockerfile(base: str, wheel: str, agent: str, agent_python: str = "own") -> str:
     """Docker and Harbor, ROCK's rocklet where its worker looks for it, and the agent's runtime, apart from every task."""
     return f"""FROM {base}
 RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \\
@@ -136,20 +139,21 @@ COPY {wheel} sandbox.txt /opt/rock/
 RUN python3 -m venv /tmp/miniforge && /tmp/miniforge/bin/pip install -q /opt/rock/{wheel} -r /opt/rock/sandbox.txt \\
     && ln -s /tmp/miniforge/bin/rock /usr/local/bin/rock
 COPY local_files /tmp/local_files
-RUN mkdir -p /opt/agent-runtime/bin{_runtime(agent)}
+RUN mkdir -p /opt/agent-runtime/bin{_runtime(agent, agent_python)}
 COPY images /opt/images
 VOLUME /var/lib/docker
 """
 
 
-def _runtime(agent: str) -> str:
-    """A Python of its own below /opt/agent-runtime, because a task's container need not have one that fits."""
+def _runtime(agent: str, python: str) -> str:
+    """The agent below /opt/agent-runtime, with a Python of its own unless every task's container has one that fits."""
     if agent == "bash-agent":
         return ""
-    python = ("curl -LsSf https://astral.sh/uv/install.sh | env UV_INSTALL_DIR=/opt/uv sh && "
-              "/opt/uv/uv python install --install-dir /opt/agent-runtime/python 3.12 && "
-              "/opt/uv/uv venv --python /opt/agent-runtime/python/*/bin/python3 /opt/agent-runtime/venv")
-    install = "/opt/uv/uv pip install --python /opt/agent-runtime/venv/bin/python"
+    place = {"own": "/opt/uv/bin/uv python install --install-dir /opt/agent-runtime/python 3.12 && "
+                    "/opt/uv/bin/uv venv --python /opt/agent-runtime/python/*/bin/python3 /opt/agent-runtime/venv",
+             "system": "/opt/uv/bin/uv venv --python /usr/bin/python3 /opt/agent-runtime/venv"}[python]
+    python = f"python3 -m venv /opt/uv && /opt/uv/bin/pip install -q uv && {place}"
+    install = "/opt/uv/bin/uv pip install -q --python /opt/agent-runtime/venv/bin/python"
     if agent == "mini-swe-agent":
         link = "ln -s ../venv/bin/mini /opt/agent-runtime/bin/mini"
         return f" && {python} && {install} mini-swe-agent=={MINI_VERSION} && {link}"

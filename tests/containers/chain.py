@@ -43,12 +43,15 @@ def call(*command, env: dict[str, str] | None = None, timeout: float = 900, cwd:
 
 
 class Chain:
-    def __init__(self, root: Path):
+    """`agent` and `image` are what `prepare` makes; `more` are further flags of prepare-sandbox."""
+
+    def __init__(self, root: Path, agent: str = "bash-agent", image: str = OUTER, more: tuple[str, ...] = ()):
         self.root, self.services = root, []
+        self.agent, self.image, self.more = agent, image, more
         self.python = KEPT / "control-venv" / "bin" / "python"
         self.variables = {"TASK": str(root), "PY": str(self.python)}
 
-    def prepare(self) -> None:
+    def prepare(self, *budget: str, model: str = MODEL) -> None:
         """All that comes before `serve`."""
         KEPT.mkdir(exist_ok=True)
         call(HARBOR / "setup.sh", "control", env={"TASK": str(KEPT)})
@@ -58,10 +61,10 @@ class Chain:
         image = self.root / "base.tar"
         docker("save", "--output", str(image), BASE)
         self.command("prepare-sandbox", "--task-id", "median", "--task-source", HARBOR / "examples" / "median",
-                     "--agent", "bash-agent", "--base-image", BASE, "--images", image)
+                     "--agent", self.agent, "--base-image", BASE, "--images", image, "--outer-image", self.image, *self.more)
         image.unlink()
-        self.command("configure", "--task-id", "median", "--model", MODEL, "--renderer", "qwen3_instruct",
-                     "--agent", "bash-agent", *BUDGET)
+        self.command("configure", "--task-id", "median", "--model", model, "--renderer", "qwen3_instruct",
+                     "--agent", self.agent, "--outer-image", self.image, *(budget or BUDGET))
 
     def command(self, *arguments) -> str:
         return call(self.python, "-m", "harbor_env", *arguments, env=self.variables)
