@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from peers import Peer
+from sides import Peer
 from workload import (
     CONCURRENCY,
     LENGTH,

@@ -12,7 +12,7 @@ import os
 import time
 from statistics import median
 
-from peers import Peer
+from sides import Peer
 from workload import GROUP, PROMPT_LENGTHS, write_section
 
 HEADING = "## A group of identical prompts"

@@ -210,6 +210,7 @@ def test_a_server_that_starts_says_what_it_does(start, visit):
     visit(start(ready=False).url, wait="starting: loading fake weights")
 
 
+@pytest.mark.full
 def test_it_comes_back_with_its_server(tmp_path, visit):
     server = FakeServer(tmp_path).start()
     try:

@@ -97,6 +97,7 @@ async def start_late(live, there, words: str) -> None:
     await starting
 
 
+@pytest.mark.full
 def test_a_cluster_that_lacks_a_node_is_waited_for(there, tmp_path):
     live = Live([*TWO_SAMPLERS, f"server.ray_address={there.address}", "trainer.n_gpus_per_node=2"], tmp_path)
     try:
@@ -106,6 +107,7 @@ def test_a_cluster_that_lacks_a_node_is_waited_for(there, tmp_path):
         live.close()
 
 
+@pytest.mark.full
 def test_a_rank_on_a_lost_node_ends_what_waits_and_comes_back_with_the_node(engines, tmp_path):
     engines.close()
     there = Nodes(cpus=1)

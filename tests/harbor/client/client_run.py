@@ -135,6 +135,7 @@ def test_a_skipped_step_is_in_the_exit_summary(folder_of):
     assert "skipped: step 0: all rewards are 0.0" in run.output and "skipping step 0" in run.log
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_sandbox_and_server_in_order(folder_of, admin):
     folder = folder_of("sleeps")
     process = folder.start("rollout")
@@ -145,6 +146,7 @@ def test_ctrl_c_ends_sandbox_and_server_in_order(folder_of, admin):
     assert process.returncode == 130 and "Exit code: 130" in output
 
 
+@pytest.mark.full
 def test_a_server_that_dies_in_mid_turn_ends_the_episode_by_name(folder_of):
     folder = folder_of("sleeps", server_more="--delay 20")
     process = folder.start("rollout")
@@ -172,6 +174,7 @@ def test_a_sandbox_that_dies_in_mid_episode_is_named(folder_of, admin):
                    for file in folder.root.glob("work/*/model-service/data/cli/model/pid.txt"))])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("change", "cause"), [
     ({"environment": {"image": "missing:1"}}, "sandbox_not_started"),
     ({"environment": {"base_url": "http://127.0.0.1:9"}}, "rock_unreachable"),
