@@ -6,7 +6,8 @@ Owns the two servers' processes and the section of docs/performance.md. The call
     python bench/peers/compare.py PEER/bin/python [--rounds 2]
 
 SkyRL starts its engine by `uv run`; a stand-in for uv runs it in PEER instead. With Python 3.11 pydantic refuses the SDK's
-`typing.TypedDict`, so PEER needs a sitecustomize.py with `import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict`.
+`typing.TypedDict`, so PEER needs a sitecustomize.py that imports typing and typing_extensions and says
+`typing.TypedDict = typing_extensions.TypedDict`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Side:
 
     def __init__(self, name: str, folder: Path, peer_python: Path):
         self.name, self.folder, self.port = name, folder, free_port()
-        self.url, self.model = f"http://127.0.0.1:{self.port}", MODEL if name == "verl-tinker" else str(resolve_model("bundled:tiny"))
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.model = MODEL if name == "verl-tinker" else str(resolve_model("bundled:tiny"))
         self._peer_python = peer_python
 
     def _command(self) -> list[str]:
@@ -64,7 +66,8 @@ class Side:
         began = time.monotonic()
         self.process = subprocess.Popen(
             self._command(), cwd=ROOT, start_new_session=True, stderr=subprocess.STDOUT,
-            stdout=open(self.folder / "server.log", "a"), env={**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"})
+            stdout=open(self.folder / "server.log", "a"),
+            env={**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"})
         while time.monotonic() < began + 300:
             try:
                 if httpx.get(f"{self.url}/api/v1/healthz", timeout=5, trust_env=False).status_code == 200 and self._has_begun():

@@ -51,7 +51,8 @@ def create_app(
 
     The app's own shutdown closes the service. Long polls hold connections open until their futures end, so
     whoever stops the server calls `await service.close()` first and lets the HTTP server drain after it.
-    Without `keys` everybody may call and sees everything. `changed_flags`: flags of client/config and client/dynamic_config that differ from `verl_tinker.api.flags`.
+    Without `keys` everybody may call and sees everything. `changed_flags`: flags of client/config and
+    client/dynamic_config that differ from `verl_tinker.api.flags`.
     Without `tokenizers` OpenAI's routes refuse text. Without `tracer_provider` OpenTelemetry's variables decide whether it
     traces.
     """
