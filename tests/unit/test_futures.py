@@ -67,6 +67,16 @@ def test_a_dropped_result_is_freed_for_those_who_still_hold_its_future():
     assert [f.result["n"] for f in asyncio.run(ended.after("sampler", 0, 0, 0))[0]] == [4]
 
 
+def test_lists_end_with_their_session():
+    store, ended = FutureStore(), CompletionTable()
+    for session in ("gone", "here"):
+        future = store.create("sample")
+        store.succeed_now(future, {})
+        ended.add(f"{session}:sample:0", 0, future)
+    ended.forget({"gone"})
+    assert [len(asyncio.run(ended.after(f"{session}:sample:0", 0, 0, 0))[0]) for session in ("gone", "here")] == [0, 1]
+
+
 def test_fail_pending():
     store = FutureStore()
     done, pending = store.create("a"), store.create("a")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from verl_tinker.core.futures import Future
@@ -58,6 +59,11 @@ class CompletionTable:
             ended.ended.popleft()
             ended.first += 1
         return list(ended.ended), max(cursor, ended.first + len(ended.ended))
+
+    def forget(self, sessions: Set[str]) -> None:
+        """Of samplers whose session is over nobody follows the list any more."""
+        for key in [key for key in self._lists if key[0].partition(":")[0] in sessions]:
+            del self._lists[key]
 
     def _list(self, sampler_id: str, client: int) -> _List:
         key = (sampler_id, client)

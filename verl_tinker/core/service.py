@@ -175,9 +175,9 @@ class Service:
 
     async def housekeep(self) -> None:
         """Free what sessions that are over still hold, and forget what has aged."""
-        for session in self.sessions.all():
-            if not self.sessions.over(session):
-                continue
+        over = [session for session in self.sessions.all() if self.sessions.over(session)]
+        self.sampling.completions.forget({session.session_id for session in over})
+        for session in over:
             if session.finished is None:
                 self.sessions.finish(session, f"it sent no heartbeat for {self.sessions.timeout_s:.0f} s")
             for run in self.runs.of_session(session.session_id):
