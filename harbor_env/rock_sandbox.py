@@ -21,6 +21,8 @@ from harbor_env.sandbox import Outcome
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 80.0  # A rocklet ends every request after 85.
 GRACE_SECONDS = 30.0
+# ROCK's words for a sandbox that it cannot reach, and how often it is asked again after them.
+_UPSTREAM, _PAUSES = "Upstream server is not reachable", (0.5, 1.0, 2.0, 3.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -142,15 +144,28 @@ class RockSandbox:
         except TimeoutError:
             raise RockUnreachable(f"{what}: no answer within {timeout + GRACE_SECONDS:.0f} s") from None
         except Exception as error:
-            raise await self._lost(f"{what}: {_away(error) or _short(error)}") from error
+            raise await self._lost(f"{what}: {_away(error) or _short(error)}", _UPSTREAM in str(error)) from error
 
-    async def _lost(self, what: str) -> EpisodeError:
-        """A call failed: is it ROCK that is away, or the sandbox that is gone?"""
+    async def _lost(self, what: str, is_unreachable: bool = False) -> EpisodeError:
+        """A call failed: is it ROCK that is away, or the sandbox that is gone? `is_unreachable`: ROCK could not reach it."""
         try:
             alive = (await asyncio.wait_for(self._sdk.get_status(), GRACE_SECONDS)).is_alive
         except Exception as error:
             return RockUnreachable(what) if _away(error) or isinstance(error, TimeoutError) else SandboxDied(what)
-        return RockUnreachable(what) if alive else SandboxDied(what)
+        if alive and (not is_unreachable or await self._answers_again()):
+            return RockUnreachable(what)
+        return SandboxDied(f"{what}; ROCK says that it runs, and nothing in it answers" if alive else what)
+
+    async def _answers_again(self) -> bool:
+        """ROCK does not notice a container that died, and says of it what it says of one that is slow once."""
+        from rock.actions import Command
+
+        for pause in _PAUSES:
+            await asyncio.sleep(pause)
+            with suppress(Exception):
+                await asyncio.wait_for(self._sdk.execute(Command(command=["true"], timeout=5)), GRACE_SECONDS)
+                return True
+        return False
 
 
 @asynccontextmanager

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -80,7 +79,7 @@ async def start(body: dict):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    sandbox = {"port": port, "asked": body, "process": None, "failed": None, "since": time.time()}
+    sandbox = {"port": port, "asked": body, "process": None, "failed": None, "up": False, "stopped": False}
     if body["image"].startswith("missing"):
         message = f"docker pull failed: no such image {body['image']}"
         sandbox["failed"] = {"image_pull": {"status": "failed", "message": message}}
@@ -107,8 +106,9 @@ async def status(sandbox_id: str, include_all_states: bool = False):
         return bad("get sandbox status failed", f"sandbox {sandbox_id} not found")
     phases = sandbox["failed"] or {"image_pull": {"status": "success", "message": ""},
                                    "docker_run": {"status": "running", "message": ""}}
-    up = alive(sandbox) and await answers(sandbox)
-    return good(SandboxStatusResponse(sandbox_id=sandbox_id, status=phases, is_alive=up, image=sandbox["asked"]["image"],
+    # As the admin does: once it was up it counts as alive until somebody stops it, whatever has become of it.
+    sandbox["up"] = (sandbox["up"] or (alive(sandbox) and await answers(sandbox))) and not sandbox["stopped"]
+    return good(SandboxStatusResponse(sandbox_id=sandbox_id, status=phases, is_alive=sandbox["up"], image=sandbox["asked"]["image"],
                                       host_name="here"))
 
 
@@ -152,6 +152,8 @@ async def other(call: str, request: Request):
 
 
 def end(sandbox: dict | None) -> None:
+    if sandbox:
+        sandbox["stopped"] = True
     if sandbox and sandbox["process"] and sandbox["process"].poll() is None:
         os.killpg(sandbox["process"].pid, signal.SIGKILL)
         sandbox["process"].wait()
