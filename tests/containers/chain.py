@@ -30,8 +30,8 @@ def containers() -> list[str]:
     return docker("ps", "--all", "--format", "{{.Names}}").split()
 
 
-def docker(*arguments: str) -> str:
-    return subprocess.run(["docker", *arguments], check=True, capture_output=True, text=True, timeout=300).stdout
+def docker(*arguments: str, check: bool = True) -> str:
+    return subprocess.run(["docker", *arguments], check=check, capture_output=True, text=True, timeout=300).stdout
 
 
 def call(*command, env: dict[str, str] | None = None, timeout: float = 900, cwd: Path | str = "/") -> str:

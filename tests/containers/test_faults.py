@@ -22,7 +22,8 @@ def wait_for(condition, seconds: float = 120):
 
 def playing(before: list[str]) -> list[str]:
     """The sandbox's container, once Harbor's job runs in it."""
-    return [name for name in containers() if name not in before and "harbor jobs start" in docker("top", name)]
+    # One that is only being made has no processes yet.
+    return [name for name in containers() if name not in before and "harbor jobs start" in docker("top", name, check=False)]
 
 
 def check_named(run, cause: str) -> None:
