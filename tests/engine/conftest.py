@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,11 +41,24 @@ class Engines:
             self.current = None
 
 
+# What the folder's last test leaves to be ended: recipes need the memory.
+_closers: list[Callable[[], None]] = []
+
+
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory):
     shared = Engines(tmp_path_factory)
+    _closers.append(shared.close)
     yield shared
     shared.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        while _closers:
+            _closers.pop()()
+        gc.collect()
 
 
 @pytest.fixture
@@ -94,8 +109,13 @@ def loop(tied, tmp_path_factory):
         "max_num_batched_tokens": 128, "max_logprobs": 128, "logprobs_mode": "processed_logprobs", "seed": 0,
         "enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 16,
         "lora_target_modules": LORA_TARGETS}, str(tied))
-    yield loop
-    loop.close()
+
+    def close():
+        loop.close()
+        loop.engine = None
+
+    _closers.append(close)
+    return loop
 
 
 def pytest_collection_modifyitems(items):
