@@ -41,6 +41,7 @@ def alive() -> list[dict]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+@pytest.mark.full
 def test_a_node_with_a_sampler_is_lost_and_no_request(there, tmp_path):
     second = there.add(cpus=1)
     live = Live([*TWO_SAMPLERS, f"server.ray_address={there.address}"], tmp_path)

@@ -37,6 +37,7 @@ def test_the_long_forms_in_the_control_environment(control_environment):
     run_there(control_environment, HERE / "client_run.py", "-m", "full")
 
 
+@pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.timeout(1800)
 def test_with_real_weights(control_environment, tmp_path):

@@ -9,6 +9,7 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.timeout(700)
 
 
+@pytest.mark.full
 def test_curves_move_while_a_recipe_runs(recipes):
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1200, "height": 1000})

@@ -36,6 +36,7 @@ def workers(process, name: str) -> list[psutil.Process]:
     return [p for p in psutil.Process(process.pid).children(recursive=True) if name in (p.cmdline() or [""])[0]]
 
 
+@pytest.mark.full
 def test_a_recipe_does_not_notice_the_death_of_a_sampler(served):
     process, recipes = served
     assert len(workers(process, "TinkerWorker")) == 2 and len(workers(process, "ray::SamplerServer")) == 2
