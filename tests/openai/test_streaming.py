@@ -78,6 +78,14 @@ def test_what_may_become_a_stop_string_is_held_back(client, paused):
     assert said + "".join(pieces) == "I have "
 
 
+def test_what_is_held_back_makes_no_noise(server):
+    body = {"model": BASE, "messages": HELLO, "stop": ["weight 0."], "stream": True}
+    with httpx.Client(verify=False, timeout=10) as http:
+        with http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+
+
 def test_an_error_in_the_middle_is_an_event_after_the_text(client, paused):
     go_on = paused(8, EngineError("the sampler died"))
     stream = client.chat.completions.create(model=BASE, messages=HELLO, stream=True)

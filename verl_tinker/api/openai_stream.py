@@ -138,9 +138,11 @@ class Delivery:
         live = self.live
         try:
             while not self._is_done():
-                parts = list(live.chunks(self.form, self.answer)) if live and live.grown.is_set() else []
-                for part in parts or [": waiting for the sampler\n\n"]:
-                    yield part
+                if live and live.grown.is_set():
+                    for part in live.chunks(self.form, self.answer):
+                        yield part
+                else:
+                    yield ": waiting for the sampler\n\n"
                 await self._change(QUIET_SECONDS)
             results = await self._results()
             rest = live.rest if live else lambda form, answer: openai_answer.rest_of_stream(form, answer, {})
