@@ -80,7 +80,8 @@ class Chain:
                     return
             except httpx.TransportError:
                 time.sleep(0.5)
-        raise AssertionError((self.root / "logs" / "rock-admin.log").read_text()[-3000:])
+        logs = [*self.root.glob("*.out"), *self.root.glob("logs/rock-*.log")]
+        raise AssertionError("\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in logs))
 
     def stop(self) -> None:
         for service in reversed(self.services):
