@@ -43,7 +43,7 @@ class HarborJob:
 
     async def start(self, model_url: str) -> None:
         """Begin the job; the agent asks the model at `model_url`."""
-        config = job_config(self._settings, self._name, f"{self._work}/task", model_url)
+        config = job_config(self._settings, self._name, self._work, model_url)
         await self._sandbox.write_text(f"{self._work}/job.yaml", json.dumps(config, indent=2))
         harbor = f"{shlex.quote(self._settings.job.harbor)} jobs start -c {self._work}/job.yaml"
         await self._command.start(harbor, cwd=self._work, env={
@@ -108,12 +108,13 @@ class HarborJob:
         await run(self._sandbox, ["bash", "-c", shell], JobFailed)
 
 
-def job_config(settings: HarborSettings, name: str, task: str, model_url: str) -> dict[str, Any]:
-    """Harbor's own job file: one attempt at one task, never repeated."""
+def job_config(settings: HarborSettings, name: str, work: str, model_url: str) -> dict[str, Any]:
+    """Harbor's own job file: one attempt at the task in the folder `work`, never repeated."""
     agent = settings.agent
     runtime = settings.job.agent_runtime
     mounts = [{"type": "bind", "source": runtime, "target": runtime, "read_only": True}]
-    environment: dict[str, Any] = {"type": "docker", "delete": True}
+    environment: dict[str, Any] = {"type": "docker", "delete": True,
+                                   "extra_docker_compose": [f"{work}/agents/compose.yaml"]}
     if agent.name != "bash-agent":
         environment["mounts"] = mounts
     return {
@@ -121,7 +122,7 @@ def job_config(settings: HarborSettings, name: str, task: str, model_url: str) -
         "retry": {"max_retries": 0}, "environment": environment,
         "agents": [{"import_path": AGENT_CLASSES[agent.name], "model_name": "openai/policy",
                     "kwargs": {**agent_arguments(agent), "api_base": model_url, "runtime": settings.job.agent_runtime}}],
-        "tasks": [{"path": task}],
+        "tasks": [{"path": f"{work}/task"}],
     }
 
 

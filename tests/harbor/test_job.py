@@ -17,13 +17,15 @@ ROOT = Path(harbor_env.__file__).parent
 
 def config(agent):
     settings = HarborSettings(RockSettings("http://rock", "image"), TaskSettings("t", "/t"), AgentSettings(name=agent))
-    return job_config(settings, "job-1", "/inside/task", "http://172.17.0.1:28080/v1")
+    return job_config(settings, "job-1", "/inside", "http://172.17.0.1:28080/v1")
 
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_one_attempt_at_one_task_with_the_budget(agent):
     made = config(agent)
     assert made["n_attempts"] == made["n_concurrent_trials"] == 1 and made["retry"] == {"max_retries": 0}
+    assert made["environment"]["extra_docker_compose"] == ["/inside/agents/compose.yaml"]
+    assert (ROOT / "agents" / "compose.yaml").is_file()
     assert made["tasks"] == [{"path": "/inside/task"}] and made["jobs_dir"] == "/data/logs/user-defined/jobs"
     arguments = made["agents"][0]["kwargs"]
     assert arguments["api_base"] == "http://172.17.0.1:28080/v1" and arguments["completion_kwargs"] == {"max_tokens": 8192}
