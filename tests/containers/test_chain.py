@@ -26,8 +26,12 @@ def scores(url: str, turns: list[dict], path: str | None = None) -> list[np.ndar
     service = tinker.ServiceClient(base_url=url)
     client = service.create_sampling_client(model_path=path, base_model=MODEL)
     prompts = [tinker.ModelInput.from_ints([*turn["prompt_tokens"], *turn["sampled_tokens"]]) for turn in turns]
-    return [np.array(client.compute_logprobs(prompt).result()[len(turn["prompt_tokens"]):])
-            for prompt, turn in zip(prompts, turns, strict=True)]
+    try:
+        return [np.array(client.compute_logprobs(prompt).result()[len(turn["prompt_tokens"]):])
+                for prompt, turn in zip(prompts, turns, strict=True)]
+    finally:
+        # A client that is left open has a thread that beats, at the interpreter's end too, which then may abort.
+        service.close("success").result(60)
 
 
 def test_a_rollout_with_a_server_of_its_own(chain):
