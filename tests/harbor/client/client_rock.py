@@ -145,7 +145,7 @@ def test_a_cancelled_start_leaves_no_sandbox(admin, tmp_path):
 
 
 HOLD = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from harbor_env.rock_sandbox import RockSettings, rock_sandbox
 
@@ -154,6 +154,8 @@ async def work():
         print("holding", flush=True)
         await asyncio.sleep(60)
 
+# Whoever starts the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 asyncio.run(work())
 """
 
