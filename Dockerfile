@@ -13,7 +13,7 @@ WORKDIR /opt/verl-tinker
 COPY . .
 RUN --mount=type=bind,from=wheels,target=/wheels \
     if ls /wheels/*.whl > /dev/null 2>&1; then export PIP_FIND_LINKS=/wheels; fi; \
-    ./install_verl.sh --device "$DEVICE" && .venv/bin/uv cache clean -q && rm -rf /root/.cache/pip
+    PIP_NO_CACHE_DIR=1 ./install_verl.sh --device "$DEVICE" && .venv/bin/uv cache clean -q
 ENV PATH=/opt/verl-tinker/.venv/bin:$PATH TINKER_CHECKPOINT_DIR=/data/checkpoints
 VOLUME /data
 EXPOSE 8000
