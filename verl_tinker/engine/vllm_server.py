@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from verl_tinker.engine.waiting import answer_of
 
 _CACHE_RESET_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 20.0
+_GPUS_FREE_SECONDS = 30.0
 
 
 class VersionServer(vLLMHttpServer):
@@ -197,6 +199,14 @@ class VersionReplica(vLLMReplica):
     def __init__(self, *args, environment: dict[str, str], **kwargs):
         super().__init__(*args, **kwargs)
         self.server_class = _WithEnvironment(ray.remote(VersionServer), environment)
+
+    async def init_standalone(self) -> None:
+        # Ray counts a dead replica's GPUs as free a moment after it gave them back, and verl counts but once.
+        needed = self.nnodes * self.gpus_per_replica_node
+        deadline = time.monotonic() + _GPUS_FREE_SECONDS
+        while (await asyncio.to_thread(ray.available_resources)).get("GPU", 0) < needed and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        await super().init_standalone()
 
     async def close(self) -> None:
         for server in self.servers:
