@@ -86,15 +86,16 @@ def _add_watchers(app: FastAPI, service: Service, tracer_provider: TracerProvide
 
 
 def _add_routes(app: FastAPI) -> None:
+    # Routes are tried in this order: those that are asked most come first.
     for router in (
-        routes_server.open_router,
         routes_futures.open_router,
+        routes_futures.router,
+        routes_training.router,
+        routes_server.open_router,
         routes_external.open_router,
         dashboard.router,
         routes_server.router,
         routes_sessions.router,
-        routes_training.router,
-        routes_futures.router,
         routes_catalog.router,
         routes_external.router,
     ):

@@ -111,6 +111,8 @@ class Future:
 
     async def wait(self, seconds: float) -> bool:
         """Wait until the future is settled, or for `seconds`; tells whether it is settled."""
+        if self.done:
+            return True
         try:
             await asyncio.wait_for(self._event.wait(), seconds)
         except TimeoutError:

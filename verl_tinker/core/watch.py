@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,14 @@ class Watchers(Watcher):
 
     def __init__(self):
         self._all: list[Watcher] = []
+        # Only those that want to be around it: each costs time, on every request.
+        self._around: dict[str, list[Watcher]] = {"engine_call": [], "http_request": []}
 
     def add(self, watcher: Watcher) -> None:
         self._all.append(watcher)
+        for name, watching in self._around.items():
+            if getattr(type(watcher), name) is not getattr(Watcher, name):
+                watching.append(watcher)
 
     def accepted(self, future: Future) -> None:
         self._tell(lambda watcher: watcher.accepted(future))
@@ -66,19 +71,11 @@ class Watchers(Watcher):
     def engine_returned(self, name: str, arguments: tuple, result: Any) -> None:
         self._tell(lambda watcher: watcher.engine_returned(name, arguments, result))
 
-    @contextmanager
-    def engine_call(self, name: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            for watcher in self._all:
-                stack.enter_context(_harmless(partial(watcher.engine_call, name)))
-            yield
+    def engine_call(self, name: str) -> AbstractContextManager[None]:
+        return _Around([partial(watcher.engine_call, name) for watcher in self._around["engine_call"]])
 
-    @contextmanager
-    def http_request(self, scope: dict) -> Iterator[None]:
-        with ExitStack() as stack:
-            for watcher in self._all:
-                stack.enter_context(_harmless(partial(watcher.http_request, scope)))
-            yield
+    def http_request(self, scope: dict) -> AbstractContextManager[None]:
+        return _Around([partial(watcher.http_request, scope) for watcher in self._around["http_request"]])
 
     def _tell(self, what: Callable[[Watcher], None]) -> None:
         for watcher in self._all:
@@ -88,27 +85,28 @@ class Watchers(Watcher):
                 log.exception("%s failed", type(watcher).__name__)
 
 
-class _harmless:
-    """A watcher's context manager, whose own errors are logged and never those of the work inside it."""
+class _Around:
+    """Watchers' context managers around a piece of work; their own errors are logged and never those of the work."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager]):
-        self._make = make
-        self._manager: AbstractContextManager | None = None
+    def __init__(self, makes: list[Callable[[], AbstractContextManager]]):
+        self._makes = makes
+        self._entered: list[AbstractContextManager] = []
 
     def __enter__(self) -> None:
-        try:
-            manager = self._make()
-            manager.__enter__()
-            self._manager = manager
-        except Exception:
-            log.exception("a watcher failed")
+        for make in self._makes:
+            try:
+                manager = make()
+                manager.__enter__()
+                self._entered.append(manager)
+            except Exception:
+                log.exception("a watcher failed")
 
     def __exit__(self, *error: Any) -> bool:
-        try:
-            if self._manager is not None:
-                self._manager.__exit__(*error)
-        except Exception:
-            log.exception("a watcher failed")
+        for manager in reversed(self._entered):
+            try:
+                manager.__exit__(*error)
+            except Exception:
+                log.exception("a watcher failed")
         return False
 
 
