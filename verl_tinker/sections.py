@@ -42,6 +42,8 @@ class ServerConfig:
     allow_without_keys: bool = _key(False, "lets everybody in at a public address")
     max_concurrent_samples: int = _key(256, "samples that the sampler has at once")
     max_waiting_samples: int = _key(20_000, "samples that wait for it; more are refused with 429")
+    pack_tokens: int = _key(0, "forward_backward calls of a run that wait for the trainer run as one up to so many tokens; sums "
+                               "are then taken in another order, so that repeated programs agree to 1e-6 and not bit for bit")
     max_training_runs: int = _key(16, "adapter runs in the workers' memory; further ones wait on disk")
     park_after_s: float | None = _key(600.0, "seconds of rest after which a run waits on disk too; null: never")
     session_timeout_s: float = _key(900.0, "seconds without a heartbeat after which a session and its runs end")
@@ -62,7 +64,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _not_empty(self, "server")
         _at_least(self, "server", max_concurrent_samples=1, max_waiting_samples=1, max_training_runs=1,
-                  keep_versions=1, keep_last_checkpoints=0, snapshot_memory_gb=0, port=0)
+                  pack_tokens=0, keep_versions=1, keep_last_checkpoints=0, snapshot_memory_gb=0, port=0)
         _positive(self, "server", "session_timeout_s", "server_max_runtime", "park_after_s")
         if self.port > 65535:
             raise ConfigError(f"server.port is {self.port}; it must be at most 65535")

@@ -80,6 +80,7 @@ class Server:
                 max_loaded_versions=config.server.keep_versions,
                 max_concurrent_samples=config.server.max_concurrent_samples,
                 max_waiting_samples=config.server.max_waiting_samples,
+                pack_tokens=config.server.pack_tokens,
                 keep_last_checkpoints=config.server.keep_last_checkpoints,
             )
             folders = {info.name: part.model_folder for part in (settings, *settings.teachers) for info in part.models}

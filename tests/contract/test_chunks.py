@@ -1,5 +1,7 @@
 """Chunks, custom losses and sparse tensors through the real SDK."""
 
+import time
+
 import numpy as np
 import pytest
 import tinker
@@ -32,6 +34,21 @@ def test_a_bad_chunk_fails_alone(server, training):
     training.optim_step(types.AdamParams()).result(20)
     assert server.engine.calls[1][:3] == ("forward_backward", training.model_id, 2)
     assert server.engine.names()[2:] == ["optim_step"]
+
+
+def test_calls_that_wait_are_one_call_of_the_engine_where_the_preset_says_so(server, training):
+    server.service._queue._pack_tokens = 100
+    server.engine.hold.add("forward_backward")
+    calls = [training.forward_backward([sft(length=n, target=10 * n)], "cross_entropy") for n in (2, 3, 4)]
+    step = training.optim_step(types.AdamParams())
+    while server.service.futures.pending < 4:
+        time.sleep(0.01)
+    server.engine.hold.clear()
+    for n, call in zip((2, 3, 4), calls, strict=True):
+        assert call.result(20).metrics["loss:sum"] == pytest.approx(n * (1 + n / 100))
+    step.result(20)
+    assert [call[2] for call in server.engine.calls if call[0] == "forward_backward"] == [1, 2]
+    assert server.engine.names()[-1] == "optim_step"
 
 
 def test_custom_loss(server, training):

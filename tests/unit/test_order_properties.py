@@ -115,7 +115,7 @@ class Engine:
 
     def work(self, call: Call):
         if call.kind == "forward_backward":
-            return Chunk("loss", call, self.act)
+            return Chunk("loss", call, self.act, tokens=call.value)
 
         async def alone():
             outcome = (await self.act([call]))[0]
@@ -128,13 +128,13 @@ class Engine:
 
 @pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.full)])
 def test_each_accepted_command_acts_once_and_in_order(examples):
-    settings(max_examples=examples, deadline=None)(given(traffic())(acts_once_and_in_order))()
+    settings(max_examples=examples, deadline=None)(given(traffic(), st.sampled_from([0, 12]))(acts_once_and_in_order))()
 
 
-def acts_once_and_in_order(posts):
+def acts_once_and_in_order(posts, pack_tokens):
     async def run():
         engine, reference, futures = Engine(), Reference(), {}
-        queue = CommandQueue(FutureStore(), Journal(None), gap_seconds=0.002)
+        queue = CommandQueue(FutureStore(), Journal(None), gap_seconds=0.002, pack_tokens=pack_tokens)
         for post in posts:
             if post is None:
                 await asyncio.sleep(0.004)

@@ -135,3 +135,31 @@ def test_chunks_that_keep_coming_do_not_keep_their_group_open():
         await queue.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("pack_tokens", "calls"), [(0, [[1], [2], [3], ["step"], [4], [5]]), (7, [[1, 2], [3], ["step"], [4], [5]])])
+def test_calls_that_wait_run_as_one_up_to_a_bound_and_never_across_a_step(pack_tokens, calls):
+    async def run():
+        queue, acted, free = CommandQueue(FutureStore(), Journal(None), pack_tokens=pack_tokens), [], asyncio.Event()
+
+        async def act(contents):
+            acted.append(contents)
+            return [10 * content for content in contents]
+
+        async def step():
+            acted.append(["step"])
+
+        queue.submit("m", 1, "save", free.wait)
+        futures = [queue.submit("m", seq, "forward_backward", Chunk(key, content, act, 3))
+                   for seq, key, content in ((2, "k", 1), (3, "k", 2), (4, "k", 3))]
+        queue.submit("m", 5, "optim_step", step)
+        futures += [queue.submit("m", 6, "forward_backward", Chunk("k", 4, act, 3)),
+                    queue.submit("m", 7, "forward_backward", Chunk("another loss", 5, act, 3))]
+        await asyncio.sleep(0)
+        free.set()
+        for content, future in enumerate(futures, 1):
+            assert await future.wait(5) and future.result == 10 * content
+        assert acted == calls
+        await queue.close()
+
+    asyncio.run(run())

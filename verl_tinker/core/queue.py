@@ -32,11 +32,12 @@ Action = Callable[[], Awaitable[Any]]
 @dataclass(frozen=True)
 class Chunk:
     """A part of one forward_backward. Chunks with the same `key` run as one: `run` gives, for each content, a result or
-    the error that it deserves."""
+    the error that it deserves. `tokens` tells how much work it is."""
 
     key: Hashable
     content: Any
     run: Callable[[list[Any]], Awaitable[list[Any]]]
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,15 @@ class CommandQueue:
     """Runs the commands of each model in order, one unit at a time over all models; owners and models take turns.
 
     Arrival order is the client's order except for the chunks of one forward_backward, which the planner puts together.
-    A command that fails ends its own future and nothing else.
+    A command that fails ends its own future and nothing else. Whole calls that wait behind each other run as one too, up
+    to `pack_tokens` together; with 0 none do.
     """
 
-    def __init__(self, futures: FutureStore, journal: Journal, gap_seconds: float = GAP_SECONDS):
+    def __init__(self, futures: FutureStore, journal: Journal, gap_seconds: float = GAP_SECONDS, pack_tokens: int = 0):
         self._futures = futures
         self._journal = journal
         self._gap_seconds = gap_seconds
+        self._pack_tokens = pack_tokens
         self._logs: dict[str, _Log] = {}
         self._turns: FairQueue[_Log] = FairQueue()
         self._arrived = asyncio.Event()
@@ -201,10 +204,18 @@ class CommandQueue:
                 await self._arrived.wait()
             line = self._turns.pop()
             if line.ready:
-                await self._run(line, line.ready.popleft())
+                await self._run(line, self._next_unit(line))
             line.in_turn = bool(line.ready)
             if line.in_turn:
                 self._turns.push(line.owner, line.model_id, line)
+
+    def _next_unit(self, line: _Log) -> list[_Command]:
+        unit = line.ready.popleft()
+        while self._pack_tokens and line.ready and _key(unit) is not None and _key(unit) == _key(line.ready[0]):
+            if _tokens(unit) + _tokens(line.ready[0]) > self._pack_tokens:
+                break
+            unit = [*unit, *line.ready.popleft()]
+        return unit
 
     async def _run(self, line: _Log, unit: list[_Command]) -> None:
         # A future that has already ended was ended by a stop or a dead engine: its command must not act any more.
@@ -258,3 +269,11 @@ class CommandQueue:
                 running = f"{line.running} of this run is running" if line.running else "other runs have their turn"
                 return f"{position} commands of this run are before it; {running}"
         return f"{future.kind} is running"
+
+
+def _key(unit: list[_Command]) -> Hashable | None:
+    return unit[0].work.key if isinstance(unit[0].work, Chunk) else None
+
+
+def _tokens(unit: list[_Command]) -> int:
+    return sum(command.work.tokens for command in unit)

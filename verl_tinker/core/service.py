@@ -66,6 +66,7 @@ class Service:
         max_loaded_versions: int = 8,
         max_concurrent_samples: int = 64,
         max_waiting_samples: int = 20_000,
+        pack_tokens: int = 0,
         keep_last_checkpoints: int = 0,
         park_after_s: float | None = None,
         snapshot_memory_bytes: int = 0,
@@ -85,7 +86,7 @@ class Service:
         self.sessions = SessionTable(session_timeout_s, self.journal)
         self.runs = RunTable(self.sessions, max_runs, self.journal, self._resume_path)
         self._checkpoints = CheckpointStore(checkpoint_dir, keep_last=keep_last_checkpoints)
-        self._queue = CommandQueue(self.futures, self.journal)
+        self._queue = CommandQueue(self.futures, self.journal, pack_tokens=pack_tokens)
         self.versions = self._versions = versions = VersionTable(engine, max_loaded_versions)
         self.samplers = SamplerTable(
             versions, self._checkpoints, lambda run_id: self.runs.find(run_id) is not None, self.journal

@@ -212,7 +212,8 @@ class Training:
             return await self._steps.run(run, batches, loss_fn, config, backward)
 
         key = (loss_fn, tuple(sorted(config.items())), backward)
-        return self.submit(caller, model_id, seq, step_kind(backward), Chunk(key, data, run_together))
+        tokens = sum(len(datum.tokens) for datum in data)
+        return self.submit(caller, model_id, seq, step_kind(backward), Chunk(key, data, run_together, tokens))
 
     def optim_step(self, caller: Caller, model_id: str, seq: int | None, adam: AdamParams) -> Future:
         async def step(run: Run) -> dict:
