@@ -177,9 +177,9 @@ def check_served(config: Config) -> None:
 
 def _check_strict_pack(config: Config) -> None:
     several = [teacher.entry for teacher in config.teachers if teacher.num_replicas > 1]
-    if config.distillation.strict_pack and several:
-        raise ConfigError(f"distillation.strict_pack is true, and teacher {several[0]} has several replicas; this "
-                          "server asks for each of them by itself, so it can plan such a preset, not start it")
+    if config.distillation.strict_pack and several and config.device == "cpu":
+        raise ConfigError(f"distillation.strict_pack is true, and teacher {several[0]} has several replicas; without a GPU they "
+                          "are processes, which stand on as many nodes as there are, so leave it out")
 
 
 def _check_engine(key: str, name: str) -> None:

@@ -69,6 +69,7 @@ def _teacher(config: Config, teacher) -> TeacherSettings:
         model_folder=folder,
         rollout=teacher.rollout,
         replicas=teacher.num_replicas,
+        packed=config.distillation.strict_pack,
         max_logprobs=most,
         rollout_args=_rollout_args(teacher.rollout, f"{where}.inference"),
         kv_cache_gb=config.cpu.teacher_kv_cache_gb,

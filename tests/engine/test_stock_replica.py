@@ -13,6 +13,7 @@ import pytest
 import torch
 from answers import PROMPT, check, check_interleaved, greedy
 from live_engine import STOCK, STOCK_APART
+from ray.util import placement_group_table
 
 from verl_tinker.core.errors import UserError
 from verl_tinker.core.types import AdamParams, SampleRequest, SamplingParams
@@ -115,7 +116,11 @@ def test_a_sampler_and_a_teacher_have_gpus_of_their_own_and_outlive_the_death_of
     taught = plain.load_model(resolve_model("bundled:tiny-tied"))
     check(live.do(live.engine.sample("teachers/t", 0, greedy())), 0, taught)
     cores = [p for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
-    assert len(cores) == 2
+    assert len(cores) == 3
+    # Trainer, sampler, and both replicas of the teacher in one, which keeps them on one node.
+    placed = [place for place in placement_group_table().values() if place["state"] == "CREATED"]
+    assert sorted((len(place["bundles"]), place["strategy"]) for place in placed) == [
+        (1, "STRICT_PACK"), (1, "STRICT_PACK"), (2, "STRICT_PACK")]
 
     async def watch():
         # As the server does: a request that vLLM took in while it died is answered by nobody else.
@@ -128,10 +133,11 @@ def test_a_sampler_and_a_teacher_have_gpus_of_their_own_and_outlive_the_death_of
             core.kill()
         watching = asyncio.create_task(watch())
         try:
-            return await asyncio.gather(*(live.engine.sample(name, 0, greedy()) for name in (live.name, "teachers/t")))
+            return await asyncio.gather(*(live.engine.sample(name, 0, greedy()) for name in (live.name, *["teachers/t"] * 4)))
         finally:
             watching.cancel()
 
-    ours, theirs = live.do(kill())
+    ours, *theirs = live.do(kill())
     check(ours, 0, plain.load_model(live.settings.model_folder))
-    check(theirs, 0, taught)
+    for answer in theirs:
+        check(answer, 0, taught)

@@ -9,12 +9,12 @@ from pathlib import Path
 # verl's own replica without a GPU; with `replica="stock"` in the settings.
 _EXTENSION = "engine_kwargs.vllm.worker_extension_cls=verl_tinker.engine.cpu.vllm_worker.CpuWorkerExtension"
 STOCK = [f"actor_rollout_ref.rollout.{_EXTENSION}", "actor_rollout_ref.rollout.free_cache_engine=true", "server.enable_offload=true"]
-# The same with (logical) GPUs for the sampler alone, and a teacher on further ones.
+# The same with (logical) GPUs for the sampler alone, and two packed replicas of a teacher on further ones.
 _TEACHER = "distillation.teacher_models.t"
 STOCK_APART = [
     f"actor_rollout_ref.rollout.{_EXTENSION}", "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    "cpu.threads=1", "distillation.enabled=true", "distillation.n_gpus_per_node=1", f"{_TEACHER}.model_name=teachers/t",
-    f"{_TEACHER}.model_path=bundled:tiny-tied", f"{_TEACHER}.num_replicas=1", f"{_TEACHER}.inference.{_EXTENSION}",
+    "cpu.threads=1", "distillation.enabled=true", "distillation.n_gpus_per_node=1", "distillation.strict_pack=true", f"{_TEACHER}.model_name=teachers/t",
+    f"{_TEACHER}.model_path=bundled:tiny-tied", f"{_TEACHER}.num_replicas=2", f"{_TEACHER}.inference.{_EXTENSION}",
     *(f"{_TEACHER}.inference.{setting}" for setting in (
         "name=vllm", "dtype=float32", "tensor_model_parallel_size=1", "max_model_len=2048", "max_num_batched_tokens=2048",
         "max_num_seqs=16", "enforce_eager=true", "free_cache_engine=false", "enable_sleep_mode=false"))]

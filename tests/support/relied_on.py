@@ -81,6 +81,9 @@ VERL_CALLS = {
     "verl.workers.rollout.replica:RolloutReplica.launch_servers": [],
     "verl.workers.rollout.replica:RolloutReplica.init_hybrid": ["worker_group"],
     "verl.workers.rollout.replica:RolloutReplica.init_standalone": [],
+    "verl.workers.rollout.replica:RolloutReplica.init_colocated": ["resource_pool"],
+    "verl.single_controller.ray.base:RayResourcePool.__init__": ["process_on_nodes", "name_prefix", "max_colocate_count"],
+    "verl.single_controller.ray.base:split_resource_pool": ["resource_pool", "split_size"],
     "verl.workers.rollout.replica:RolloutReplicaRegistry.register": ["name", "loader"],
     f"{_SERVER}:vLLMReplica.__init__": [
         "replica_rank", "config", "model_config", "gpus_per_node", "is_teacher_model", "name_suffix"],

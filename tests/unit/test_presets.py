@@ -106,12 +106,12 @@ def test_what_has_no_effect_on_a_teacher_is_told_too(caplog, override, told):
         == [True] * told
 
 
-def test_replicas_of_a_teacher_are_not_kept_together_yet():
-    packed = ["distillation.strict_pack=true"]
-    check_served(load_config("configs/distill/multi_teacher.yaml", packed, {}))
-    several = [*packed, "distillation.teacher_models.qwen3_32b.num_replicas=2"]
-    with pytest.raises(ConfigError, match="distillation.strict_pack is true, and teacher qwen3_32b has several replicas"):
-        check_served(load_config("configs/distill/multi_teacher.yaml", several, {}))
+def test_replicas_of_a_teacher_are_kept_together_on_gpus_only():
+    packed, several = "distillation.strict_pack=true", "distillation.teacher_models.{}.num_replicas=2"
+    check_served(load_config("configs/distill/multi_teacher.yaml", [packed, several.format("qwen3_32b")], {}))
+    check_served(load_config("configs/distill/cpu.yaml", [packed], {}))
+    with pytest.raises(ConfigError, match="distillation.strict_pack is true, and teacher tiny has several replicas"):
+        check_served(load_config("configs/distill/cpu.yaml", [packed, several.format("tiny")], {}))
 
 
 PROFILER = ["global_profiler.tool=torch", "global_profiler.steps=[1, 5]", "actor_rollout_ref.actor.profiler.enable=true"]

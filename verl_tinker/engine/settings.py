@@ -17,7 +17,8 @@ from verl_tinker.core.types import BaseModelInfo
 class TeacherSettings:
     """A frozen model under one or several public names, on `replicas` of its own.
 
-    `key` is its name in processes and errors, `rollout` verl's rollout section for it.
+    `key` is its name in processes and errors, `rollout` verl's rollout section for it. With `packed` its replicas stand
+    together on one node, or on whole ones where one is too small.
     """
 
     key: str
@@ -25,6 +26,7 @@ class TeacherSettings:
     model_folder: Path
     rollout: Any
     replicas: int = 1
+    packed: bool = False
     max_logprobs: int = 128
     rollout_args: dict[str, Any] = field(default_factory=dict)
     kv_cache_gb: int = 1

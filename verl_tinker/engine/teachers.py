@@ -1,10 +1,16 @@
 """Frozen models beside the trained one: each on replicas of its own, none with versions.
 
-Owns which replicas belong to which public name. Does not place them: verl and Ray do, in the order of the settings.
+Owns which replicas belong to which public name, and the placement that packed ones share. Places no other: verl and Ray do, in
+the order of the settings.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import ray
+from verl.single_controller.ray.base import RayResourcePool, SubRayResourcePool, split_resource_pool
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_tinker.core.types import BaseModelInfo, SampleRequest, SampleResult
@@ -20,6 +26,7 @@ class Teachers:
     def __init__(self, settings: EngineSettings):
         self.settings = settings
         self.replicas: dict[str, Replicas] = {}
+        self._packs: list[_Pack] = []
         self._built = 0
 
     @property
@@ -30,10 +37,17 @@ class Teachers:
         # One after the other: the largest needs whole nodes, which smaller ones would take from it.
         for teacher in self.settings.teachers:
             group = Replicas(f"teacher {teacher.key}", teacher.replicas,
-                             Launch(lambda rank, t=teacher: self._build(t, rank), _launch, _restore),
+                             Launch(lambda rank, t=teacher: self._build(t, rank), self._launch_of(teacher), _restore),
                              self.settings.timeout_s, self.settings.start_timeout_s)
             self.replicas |= {info.name: group for info in teacher.models}
             await group.start()
+
+    def _launch_of(self, teacher: TeacherSettings) -> Callable[[RolloutReplica], Awaitable[None]]:
+        if not teacher.packed or teacher.replicas == 1 or self.settings.replica == "in_process":
+            # verl packs the GPUs of one replica by itself.
+            return _launch
+        self._packs.append(_Pack(teacher))
+        return self._packs[-1].launch
 
     def _build(self, teacher: TeacherSettings, rank: int) -> RolloutReplica:
         s = self.settings
@@ -55,7 +69,38 @@ class Teachers:
     async def close(self) -> None:
         for group in set(self.replicas.values()):
             await group.close()
+        for pack in self._packs:
+            pack.close()
+        self._packs.clear()
         self.replicas.clear()
+
+
+class _Pack:
+    """One placement for all replicas of a teacher; one that is started again takes the place of the one that died."""
+
+    def __init__(self, teacher: TeacherSettings):
+        self._teacher = teacher
+        self._placing = asyncio.Lock()
+        self._pool: RayResourcePool | None = None
+        self._shares: list[SubRayResourcePool] = []
+
+    async def launch(self, replica: RolloutReplica) -> None:
+        async with self._placing:
+            if not self._shares:
+                self._shares = await asyncio.to_thread(self._place, replica.world_size)
+        await replica.init_colocated(self._shares[replica.replica_rank])
+
+    def _place(self, replica_size: int) -> list[SubRayResourcePool]:
+        size = self._teacher.replicas * replica_size
+        # Where one node is too small the planner has made sure that whole ones hold them.
+        node = min(size, int(max(found["Resources"].get("GPU", 0) for found in ray.nodes() if found["Alive"])))
+        # As many places on a GPU as verl gives a replica that stands alone.
+        self._pool = RayResourcePool([node] * (size // node), name_prefix=f"teacher_{self._teacher.key}", max_colocate_count=2)
+        return split_resource_pool(self._pool, replica_size)
+
+    def close(self) -> None:
+        for group in self._pool.pgs or [] if self._pool else []:
+            ray.util.remove_placement_group(group)
 
 
 async def _launch(replica: RolloutReplica) -> None:

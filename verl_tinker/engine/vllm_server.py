@@ -215,8 +215,9 @@ class VersionReplica(vLLMReplica):
                 await answer_of("the sampler", "shutdown", server.shutdown.remote(), _SHUTDOWN_SECONDS)
             ray.kill(server)
         self.servers = []
-        if self.rollout_mode == RolloutMode.STANDALONE:
+        if self.rollout_mode != RolloutMode.HYBRID:
             for worker in self.workers:
                 ray.kill(worker)
+        if self.rollout_mode == RolloutMode.STANDALONE:
             for group in self.resource_pool.pgs or [] if self.resource_pool else []:
                 ray.util.remove_placement_group(group)

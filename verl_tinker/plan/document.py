@@ -167,7 +167,7 @@ def _verl() -> str:
         "\n## verl's keys that are refused\n", "A server does not start with another value than verl's own.\n",
         _table(["keys", "why"], rows(refused)),
         "\nAlso refused at the start, and nowhere else: strategies other than FSDP2, engines other than vLLM, and GPUs that "
-        "share a sequence (Ulysses, context parallelism), and `distillation.strict_pack` for a teacher with several replicas. "
+        "share a sequence (Ulysses, context parallelism); without a GPU `distillation.strict_pack` for a teacher with several replicas. "
         "Of `global_profiler`, tools other than torch and `profile_continuous_steps` are refused always."])
 
 
