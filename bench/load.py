@@ -21,11 +21,11 @@ from traffic import Load, Report
 
 
 def measured(samples: int, processes: int) -> list[Report]:
-    """Two rounds on one server that keeps 5,000 results: what the second adds to its memory would be added for ever."""
+    """Three rounds on one server that keeps 5,000 results: what the third adds to its memory would be added for ever."""
     with tempfile.TemporaryDirectory() as folder:
         server = FakeServer(Path(folder) / "server", "--delay", "0.005", "--kept-results", "5000").start()
         try:
-            return [_round(server, Path(folder) / str(n), samples, processes) for n in range(2)]
+            return [_round(server, Path(folder) / str(n), samples, processes) for n in range(3)]
         finally:
             server.stop()
 
@@ -51,7 +51,8 @@ def section(rounds: list[Report], samples: int, processes: int) -> str:
         f"{len(last.heartbeats['seconds'])},",
         f"training steps beside it {last.training['steps']}. Resident memory of the server: "
         f"{_mib(rounds[0].before)} MiB at first,",
-        f"{_mib(rounds[0].after)} MiB after the first such round, {_mib(last.after)} MiB after the second.", ""]
+        f"{_mib(rounds[0].after)} MiB after the first such round, {_mib(rounds[1].after)} MiB after the second, "
+        f"{_mib(last.after)} MiB after the third.", ""]
     return "\n".join(lines)
 
 

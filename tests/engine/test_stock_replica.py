@@ -141,3 +141,5 @@ def test_a_sampler_and_a_teacher_have_gpus_of_their_own_and_outlive_the_death_of
     check(ours, 0, plain.load_model(live.settings.model_folder))
     for answer in theirs:
         check(answer, 0, taught)
+    engines.close()
+    assert set(os.listdir("/dev/shm")) <= engines.memory

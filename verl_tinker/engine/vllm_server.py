@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ class VersionServer(vLLMHttpServer):
     async def shutdown(self) -> None:
         """End vLLM's processes, which a killed actor would leave behind with their shared memory."""
         await asyncio.to_thread(self.engine.shutdown, timeout=_SHUTDOWN_SECONDS / 2)
+        # Python's tracker unlinks the memory of those that were killed, once it is told; Ray kills it with this process.
+        await asyncio.to_thread(resource_tracker._resource_tracker._stop)
 
     def _spawn(self, work: Coroutine) -> None:
         task = asyncio.create_task(work)
