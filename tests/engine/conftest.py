@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from live_engine import STOCK, Live
 
@@ -30,6 +31,7 @@ class Engines:
         if self.current is None or self.current[0] != wanted:
             self.close()
             self.memory = set(os.listdir("/dev/shm"))
+            self.others = set(psutil.Process().children(recursive=True))
             engine = Live(list(overrides), self.scratch.mktemp("live"), rollout, **changes)
             self.current = (wanted, engine)
             engine.start()

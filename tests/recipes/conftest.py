@@ -6,6 +6,8 @@ server has ended before the next module's starts.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
@@ -42,6 +44,9 @@ def recipes(request, tmp_path_factory):
         yield Recipes(url, folder, Reference(weights, folder / "checkpoints"))
     finally:
         code = stop_server(process)
+        # The next server needs the memory of the models that this one was compared with; glibc gives it back only when told.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
     assert code == 0, (folder / "server.log").read_text()[-3000:]
 
 
