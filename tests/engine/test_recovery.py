@@ -109,6 +109,7 @@ def test_a_killed_trainer(server):
     before.check_that_clients_go_on()
 
 
+@pytest.mark.full
 def test_a_killed_sampler_costs_nobody_anything(server):
     """What waited is sampled by its successor, and training never heard of it."""
     process, url = server
