@@ -16,6 +16,9 @@ from verl_tinker.engine.replicas import Launch, Replicas, Told
 pytestmark = pytest.mark.timeout(60)
 
 
+DEADLY = np.array([2])
+
+
 def ask(affinity: str = "") -> SampleRequest:
     return SampleRequest(np.array([1]), 1, SamplingParams(), affinity=affinity)
 
@@ -42,6 +45,7 @@ class Server:
         await self._alive()
 
     async def _sample(self, request, version):
+        self.is_dead = self.is_dead or request.prompt is DEADLY
         await self._alive()
         if version and version not in self.holds:
             raise AssertionError("a replica was chosen that has not all weights")
@@ -109,6 +113,18 @@ def test_a_session_keeps_its_replica_until_that_has_much_more_to_do():
     run(test)
 
 
+def test_requests_outlive_the_death_of_all_replicas_at_once():
+    async def test():
+        world = World(3)
+        await world.replicas.start()
+        for server in world.servers:
+            server.is_dead = True
+        answers = await asyncio.gather(*(world.replicas.generate(ask(), 0) for _ in range(4)))
+        assert set(answers) <= {3, 4, 5} and sorted(world.closed) == [0, 1, 2]
+
+    run(test)
+
+
 def test_requests_of_a_replica_that_dies_are_answered_by_another_and_it_comes_back_with_all_weights():
     async def test():
         world = World(2)
@@ -162,10 +178,8 @@ def test_a_request_that_ends_each_replica_it_meets_is_given_up():
     async def test():
         world = World(3)
         await world.replicas.start()
-        for server in world.servers:
-            server.is_dead = True
         with pytest.raises(WorkerDied, match="replica"):
-            await world.replicas.generate(ask(), 0)
+            await world.replicas.generate(SampleRequest(DEADLY, 1, SamplingParams()), 0)
         assert len(world.replicas.ranks) == 1
         await world.replicas.close()
 

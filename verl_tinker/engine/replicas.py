@@ -130,6 +130,9 @@ class Replicas:
                 error = death
                 if told is not None and not told.again(request):
                     break
+                # What killed this one may have killed others that nobody has asked since, and those are no attempts.
+                with suppress(TinkerError):
+                    await self.check()
             finally:
                 place.in_flight -= 1
         raise error
