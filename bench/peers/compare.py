@@ -63,10 +63,13 @@ class Side:
         shim = self.folder / "uv"
         shim.write_text(UV.format(python=self._peer_python))
         shim.chmod(0o755)
+        log = self.folder / "server.log"
+        # What an earlier start has said there counts no more.
+        self._said = log.stat().st_size if log.exists() else 0
         began = time.monotonic()
         self.process = subprocess.Popen(
             self._command(), cwd=ROOT, start_new_session=True, stderr=subprocess.STDOUT,
-            stdout=open(self.folder / "server.log", "a"),
+            stdout=open(log, "a"),
             env={**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"})
         while time.monotonic() < began + 300:
             try:
@@ -75,10 +78,10 @@ class Side:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        raise RuntimeError((self.folder / "server.log").read_text()[-3000:])
+        raise RuntimeError(log.read_text()[-3000:])
 
     def _has_begun(self) -> bool:
-        return self.name == "verl-tinker" or "Starting background engine" in (self.folder / "server.log").read_text()
+        return self.name == "verl-tinker" or "Starting background engine" in (self.folder / "server.log").read_text()[self._said:]
 
     def memory(self) -> float:
         """Proportional set size of all its processes, GB."""
@@ -136,8 +139,8 @@ def main() -> None:
 def section(found: dict[str, dict[str, list[float]]], rounds: int) -> str:
     lines = [
         HEADING, "",
-        f"Made by `python bench/peers/compare.py` on {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}: medians of {rounds} rounds, in which",
-        "the two take turns. SkyRL 0.3.0 (`skyrl[tinker,jax]`, JAX on the processor), both driven by SDK 0.24.1, the tiny model in",
+        f"Made by `python bench/peers/compare.py` on {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}: medians of the rounds, in which",
+        f"the two take turns (rounds: {rounds}). SkyRL 0.3.0 (`skyrl[tinker,jax]`, JAX on the processor), both driven by SDK 0.24.1, the tiny model in",
         "float32, LoRA rank 32, defaults otherwise. \"First\" is the first call of a shape: JAX compiles then.", "",
         "| | verl-tinker | SkyRL |", "|---|---|---|"]
     names = list(dict.fromkeys([*found["verl-tinker"], *found["SkyRL"]]))
