@@ -140,8 +140,8 @@ def section(found: dict[str, dict[str, list[float]]], rounds: int) -> str:
     lines = [
         HEADING, "",
         f"Made by `python bench/peers/compare.py` on {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}: medians of the rounds, in which",
-        f"the two take turns (rounds: {rounds}). SkyRL 0.3.0 (`skyrl[tinker,jax]`, JAX on the processor), both driven by SDK 0.24.1, the tiny model in",
-        "float32, LoRA rank 32, defaults otherwise. \"First\" is the first call of a shape: JAX compiles then.", "",
+        f"the two take turns (rounds: {rounds}). SkyRL 0.3.0 (`skyrl[tinker,jax]`, JAX on the processor), both driven by SDK 0.24.1, the tiny model,",
+        "whose weights are float32, LoRA rank 32, defaults otherwise. \"First\" is the first call of a shape: JAX compiles then.", "",
         "| | verl-tinker | SkyRL |", "|---|---|---|"]
     names = list(dict.fromkeys([*found["verl-tinker"], *found["SkyRL"]]))
     for what in names:

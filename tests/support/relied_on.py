@@ -107,4 +107,5 @@ VERL_CALLS = {
     "verl.utils.profiler:DistProfilerExtension.start_profile": ["kwargs"],
     "verl.utils.profiler:DistProfilerExtension.stop_profile": ["run_command"],
     "verl.plugin.platform:PlatformBase.ray_resource_name": [],
+    "multiprocessing.resource_tracker:ResourceTracker._stop": [],
 }
