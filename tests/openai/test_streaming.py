@@ -1,6 +1,8 @@
 """Text reaches the client while it is drawn, never more than the whole answer will say, and never after a refusal."""
 
+import asyncio
 import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -8,7 +10,9 @@ import pytest
 from fake_engine import BASE
 from server import wait_until
 
+from verl_tinker.api.openai_stream import Delivery
 from verl_tinker.core.errors import EngineError
+from verl_tinker.core.futures import Future
 
 pytestmark = pytest.mark.timeout(120)
 HELLO = [{"role": "user", "content": "Hello?"}]
@@ -113,3 +117,16 @@ def test_an_answer_that_may_call_tools_comes_in_one_go(server, client, paused):
     chunks = list(client.chat.completions.create(model=BASE, messages=HELLO, tools=[tool], stream=True))
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert [call.function.name for call in calls] == ["add"] and not any(c.choices[0].delta.content for c in chunks)
+
+
+def test_a_stream_that_ends_in_the_middle_of_a_send_ends_its_samples():
+    """A client that stops reading and goes: nobody waits for a change then, which is where its absence is noticed."""
+    async def run():
+        futures, cancelled = [Future("sample-1", "sample")], []
+        service = SimpleNamespace(sampling=SimpleNamespace(cancel=cancelled.append))
+        events = Delivery(None, service, futures, None, None, None)._events()
+        await anext(events)
+        await events.aclose()
+        assert cancelled == futures
+
+    asyncio.run(run())
