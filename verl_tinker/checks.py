@@ -31,6 +31,7 @@ def check_whole(config: Config) -> None:
     if config.device == "cpu" and verl.actor.strategy != "fsdp2":
         raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; without a GPU it must be fsdp2")
     _check_sizes(config)
+    _check_sequence_parallel(config)
     _check_folders(config)
     _check_names(config)
     for teacher in config.teachers:
@@ -63,6 +64,20 @@ def _check_sizes(config: Config) -> None:
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu is {config.token_budget}, less than "
             f"actor_rollout_ref.rollout.max_model_len ({config.context_length}): what was sampled could not be trained on"
         )
+
+
+def _check_sequence_parallel(config: Config) -> None:
+    ranks, workers = config.sequence_parallel_size, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    if ranks == 1:
+        return
+    if workers % ranks:
+        raise ConfigError(f"{config.sequence_parallel_key} is {ranks}, which does not divide the {workers} workers of "
+                          "trainer.nnodes * trainer.n_gpus_per_node")
+    attention = config.actor_rollout_ref.model.override_config.get("attn_implementation") or "flash_attention_2"
+    if config.device == "cuda" and config.actor_rollout_ref.actor.strategy == "fsdp2" and not attention.startswith("flash"):
+        raise ConfigError(f"actor_rollout_ref.model.override_config.attn_implementation is {attention}; where workers share a "
+                          f"sequence ({config.sequence_parallel_key}) it must be flash_attention_2, whose calls verl changes "
+                          "for it")
 
 
 def _check_folders(config: Config) -> None:
@@ -161,11 +176,6 @@ def check_served(config: Config) -> None:
     if verl.actor.strategy not in STRATEGIES:
         raise ConfigError(f"actor_rollout_ref.actor.strategy is {verl.actor.strategy}; runs and adapters of this server are "
                           f"built on {', '.join(STRATEGIES)}, so it can check such a preset and plan it, not start it")
-    if config.sequence_parallel_size > 1:
-        raise ConfigError(
-            f"actor_rollout_ref.actor: {config.sequence_parallel_size} GPUs are to share a sequence (its ulysses or context "
-            "parallel size); this server's trainer has whole sequences on each GPU, so it can check such a preset and plan "
-            "it, not start it")
     _check_strict_pack(config)
     for refusal in honoured.refusals(verl):
         raise ConfigError(refusal)

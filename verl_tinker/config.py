@@ -90,11 +90,21 @@ class Config:
 
     @property
     def sequence_parallel_size(self) -> int:
-        """How many of the trainer's workers share a sequence; each strategy has its own key for it."""
+        """How many of the trainer's workers share a sequence."""
+        return self._sequence_parallel[0]
+
+    @property
+    def sequence_parallel_key(self) -> str:
+        """The key that says so; each strategy has its own."""
+        return self._sequence_parallel[1]
+
+    @property
+    def _sequence_parallel(self) -> tuple[int, str]:
         actor = self.actor_rollout_ref.actor
-        engine = actor.get(ENGINES[actor.strategy][1]) or {}
-        keys = ("ulysses_sequence_parallel_size", "ulysses_parallel_size", "context_parallel_size")
-        return max(int(section.get(key) or 1) for section in (actor, engine) for key in keys)
+        section = ENGINES[actor.strategy][1]
+        names = ("ulysses_sequence_parallel_size", "ulysses_parallel_size", "context_parallel_size")
+        places = (("actor_rollout_ref.actor", actor), (f"actor_rollout_ref.actor.{section}", actor.get(section) or {}))
+        return max((int(found.get(name) or 1), f"{where}.{name}") for where, found in places for name in names)
 
     @property
     def rollout_is_apart(self) -> bool:

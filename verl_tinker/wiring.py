@@ -6,6 +6,7 @@ Owns what becomes of each key that the engine reads. Does not start anything; mo
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_tinker.config import Config
 from verl_tinker.core.types import MAX_TOPK, BaseModelInfo
@@ -34,6 +35,7 @@ def engine_settings(config: Config, work_folder: Path) -> EngineSettings:
         work_folder=work_folder,
         n_workers_per_node=config.trainer.n_gpus_per_node,
         nnodes=config.trainer.nnodes,
+        sequence_parallel=_shared_by(config, folder),
         mode=config.actor.mode,
         lora_alpha=config.actor.lora_alpha,
         max_lora_rank=config.actor.max_lora_rank,
@@ -52,16 +54,26 @@ def engine_settings(config: Config, work_folder: Path) -> EngineSettings:
     )
 
 
+def _shared_by(config: Config, folder: Path) -> int:
+    """How many workers share a sequence: each then computes some of the attention heads."""
+    ranks, model = config.sequence_parallel_size, _description(folder)
+    heads, groups = model.heads, model.key_value_heads
+    if heads % ranks or (groups % ranks and ranks % groups):
+        raise ConfigError(f"{config.sequence_parallel_key} is {ranks}; the model has {heads} attention heads in {groups} "
+                          "key-value groups, and the workers that share a sequence must divide them evenly")
+    return ranks
+
+
 def _infos(names, folder: Path, context: int, **flags) -> list[BaseModelInfo]:
-    limit, vocabulary, is_tied = _description(folder)
-    return [BaseModelInfo(name, min(context, limit), vocabulary, is_tied, **flags) for name in names]
+    model = _description(folder)
+    return [BaseModelInfo(name, min(context, model.context), model.vocabulary, model.is_tied, **flags) for name in names]
 
 
 def _teacher(config: Config, teacher) -> TeacherSettings:
     where = f"distillation.teacher_models.{teacher.entry}"
     folder = resolve_model(teacher.path, config.cache_dir)
     most = int((teacher.rollout.engine_kwargs.get("vllm") or {}).get("max_logprobs") or MAX_TOPK)
-    context = int(teacher.rollout.max_model_len or _description(folder)[0])
+    context = int(teacher.rollout.max_model_len or _description(folder).context)
     return TeacherSettings(
         key=teacher.key,
         models=_infos(teacher.names, folder, context, trainable=False, sampleable=True, max_topk=most,
@@ -76,13 +88,24 @@ def _teacher(config: Config, teacher) -> TeacherSettings:
     )
 
 
-def _description(folder: Path) -> tuple[int, int, bool]:
-    """A model's longest sequence in tokens, its vocabulary, and whether input and output share an embedding."""
+class _Description(NamedTuple):
+    """`context` is a model's longest sequence in tokens; `is_tied` whether input and output share an embedding."""
+
+    context: int
+    vocabulary: int
+    is_tied: bool
+    heads: int
+    key_value_heads: int
+
+
+def _description(folder: Path) -> _Description:
     from transformers import AutoConfig
 
     try:
         model = AutoConfig.from_pretrained(folder)
-        return model.max_position_embeddings, model.vocab_size, bool(model.tie_word_embeddings)
+        heads = model.num_attention_heads
+        return _Description(model.max_position_embeddings, model.vocab_size, bool(model.tie_word_embeddings), heads,
+                            getattr(model, "num_key_value_heads", None) or heads)
     except Exception as error:  # Each architecture checks its own description, with errors of any type.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"server.model_path: transformers cannot read {folder / 'config.json'} ({reason}); give the folder "

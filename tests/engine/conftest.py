@@ -81,6 +81,13 @@ def pair(engines):
 
 
 @pytest.fixture
+def sharing(engines):
+    """Two trainer ranks that share each sequence, no sampler."""
+    return engines.get("trainer.n_gpus_per_node=2", "cpu.threads=1", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+                       rollout=False)
+
+
+@pytest.fixture
 def run_name(request, live):
     """The name of a run that is dropped after the test."""
     name = request.node.name

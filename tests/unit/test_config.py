@@ -177,6 +177,8 @@ def test_what_verl_knows_and_this_server_has_not_is_refused_at_the_start(overrid
     ("actor_rollout_ref.actor.strategy=fsdp", "without a GPU it must be fsdp2"),
     ("actor_rollout_ref.rollout.max_model_len=4096", "what was sampled could not be trained on"),
     ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide the 1 workers"),
+    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+     "actor_rollout_ref.actor.ulysses_sequence_parallel_size is 2, which does not divide the 1 workers"),
     ("actor_rollout_ref.rollout.dtype=${nowhere}", "nowhere"),
     ("actor_rollout_ref.rollout.max_model_len=-3", "actor_rollout_ref.rollout.max_model_len is -3; it must be at least 1"),
     ("actor.lora_alpha=.nan", "actor.lora_alpha is nan; it must be a positive, finite number"),

@@ -17,7 +17,7 @@ from verl_tinker.schema import ConfigError
 pytestmark = pytest.mark.timeout(300)
 PRESETS = preset_files()
 # What verl knows and this server has not: the page says so.
-NOT_YET = {f"configs/advance/{name}.yaml" for name in ("long_context", "megatron_sglang_moe", "veomni_moe")}
+NOT_YET = {f"configs/advance/{name}.yaml" for name in ("megatron_sglang_moe", "veomni_moe")}
 
 
 @functools.cache
@@ -87,8 +87,7 @@ def page_text() -> str:
 
 @pytest.mark.parametrize("override, key", [
     ("model.lora_rank=8", "model.lora_rank is 8"), ("model.use_fused_kernels=true", "model.use_fused_kernels is True"),
-    ("rollout.data_parallel_size=2", "rollout.data_parallel_size is 2"), ("rollout.quantization=fp8", "quantization is fp8"),
-    ("actor.ulysses_sequence_parallel_size=2", "2 GPUs are to share a sequence")])
+    ("rollout.data_parallel_size=2", "rollout.data_parallel_size is 2"), ("rollout.quantization=fp8", "quantization is fp8")])
 def test_what_the_engine_cannot_work_with_is_refused_at_the_start(override, key):
     config = load_config("configs/quick_start/actor_rollout.yaml", [f"actor_rollout_ref.{override}"], {})
     with pytest.raises(ConfigError, match=f"actor_rollout_ref.*{key}"):
@@ -157,3 +156,10 @@ def test_what_has_no_effect_is_told(caplog, preset, override, text):
     messages = [record.getMessage() for record in ours(caplog)]
     start = f"--set actor_rollout_ref.{override}: actor_rollout_ref.{text}"
     assert not messages if text is None else [message[:len(start)] for message in messages] == [start]
+
+
+def test_workers_share_sequences_where_the_attention_knows_of_it():
+    with pytest.raises(ConfigError, match=r"attn_implementation is sdpa; where workers share a sequence \(actor_rollout_ref.actor"
+                                          r".ulysses_sequence_parallel_size\) it must be flash_attention_2"):
+        load_config("configs/advance/long_context.yaml", ["actor_rollout_ref.model.override_config.attn_implementation=sdpa"], {})
+    assert loaded("configs/advance/long_context.yaml").token_budget == 4 * 32768

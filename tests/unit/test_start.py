@@ -8,6 +8,7 @@ from verl_tinker import start, wiring
 from verl_tinker.config import load_config
 from verl_tinker.core.access import Keys
 from verl_tinker.models import ModelError
+from verl_tinker.schema import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,6 +67,13 @@ def test_a_model_that_transformers_does_not_know(tmp_path, description):
     (tmp_path / "config.json").write_text(description)
     config = load_config("configs/quick_start/cpu.yaml", [f"server.model_path={tmp_path}"])
     with pytest.raises(ModelError, match=f"server.model_path: transformers cannot read {tmp_path}/config.json .*; give the folder"):
+        wiring.engine_settings(config, tmp_path)
+
+
+def test_workers_share_a_sequence_only_where_they_can_share_the_heads(tmp_path):
+    config = load_config("configs/quick_start/cpu.yaml", [
+        "server.model_path=bundled:tiny", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"])
+    with pytest.raises(ConfigError, match="ulysses_sequence_parallel_size is 4; the model has 2 attention heads in 1 key-value"):
         wiring.engine_settings(config, tmp_path)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 
@@ -37,10 +38,24 @@ def linear_names(module: torch.nn.Module, tied_embeddings: bool) -> list[str]:
     return sorted(n for n in names if not (tied_embeddings and module_kind(n) == "unembed"))
 
 
+class _Linear(lora.Linear):
+    """PEFT's layer with the same product in fewer passes over the outputs: scale what has the rank's width, and add while
+    multiplying."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.base_layer(x)
+        if self.disable_adapters:
+            return output
+        narrow = torch.nn.functional.linear(x, self.lora_A[_NAME].weight) * self.scaling[_NAME]
+        return torch.addmm(output.flatten(0, -2), narrow.flatten(0, -2), self.lora_B[_NAME].weight.t()).view_as(output)
+
+
 def install_layers(module: torch.nn.Module, names: list[str]) -> dict[str, LoraLayer]:
     """Turn the named linear layers into PEFT LoRA layers without an active adapter."""
     targets = r"(?:" + "|".join(n.replace(".", r"\.") for n in names) + r")"
-    inject_adapter_in_model(LoraConfig(r=1, target_modules=targets), module, adapter_name=_NAME)
+    config = LoraConfig(r=1, target_modules=targets)
+    config._register_custom_module({torch.nn.Linear: _Linear})
+    inject_adapter_in_model(config, module, adapter_name=_NAME)
     layers = {n: m for n, m in module.named_modules() if isinstance(m, LoraLayer)}
     deactivate(layers)
     return layers

@@ -46,6 +46,27 @@ class TargetLogprobs(torch.autograd.Function):
         return gradient, None, None
 
 
+class OfAllPositions(torch.autograd.Function):
+    """Values of the targets whose positions this rank has, float32[mine], made into those of all ranks of `group`, [M].
+
+    The gradient is multiplied by the number of ranks: each of them computes the loss of all, and what their backward
+    passes add is averaged.
+    """
+
+    @staticmethod
+    def forward(ctx, values, mine, group):
+        ctx.save_for_backward(mine)
+        ctx.ranks = torch.distributed.get_world_size(group)
+        everywhere = torch.zeros(len(mine), dtype=values.dtype, device=values.device).masked_scatter_(mine, values)
+        torch.distributed.all_reduce(everywhere, group=group)
+        return everywhere
+
+    @staticmethod
+    def backward(ctx, grad):
+        (mine,) = ctx.saved_tensors
+        return grad[mine] * ctx.ranks, None, None
+
+
 class TinkerFSDPEngine(FSDPEngineWithLMHead):
     """One base model; the selected run decides what is trainable in it."""
 
@@ -84,7 +105,7 @@ class TinkerFSDPEngine(FSDPEngineWithLMHead):
             raise EngineError(f"the batch is for run {wanted}, but {self.selected} is selected")
         if forward_only:
             return super().forward_backward_batch(data, loss_function, forward_only=True)
-        with self.run.gradient_transaction(self.get_data_parallel_group()):
+        with self.run.gradient_transaction():
             return super().forward_backward_batch(data, loss_function, forward_only=False)
 
     def prepare_model_outputs(self, output, output_args, micro_batch: TensorDict, logits_processor_func):
@@ -98,13 +119,21 @@ class TinkerFSDPEngine(FSDPEngineWithLMHead):
             lengths = micro_batch["input_ids"].offsets().diff()
             keep = torch.arange(output.logits.shape[1], device=logits.device) < lengths.unsqueeze(1)
             logits = logits[keep.reshape(-1)]
-        elif output_args["pad_size"]:
+        elif output_args["pad_size"] and not self.use_ulysses_sp:
             logits = logits[: -output_args["pad_size"]]
         lengths = micro_batch["input_ids"].offsets().diff()
         widths = micro_batch["target_width"].repeat_interleave(lengths)
-        rows = torch.arange(len(logits), device=logits.device).repeat_interleave(widths)
-        log_probs = TargetLogprobs.apply(logits.float(), rows, targets.values())
+        rows = torch.arange(len(widths), device=logits.device).repeat_interleave(widths)
+        log_probs = self._target_logprobs(logits.float(), rows, targets.values())
         return {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, targets.offsets())}
+
+    def _target_logprobs(self, logits, rows, targets):
+        if not self.use_ulysses_sp:
+            return TargetLogprobs.apply(logits, rows, targets)
+        first = torch.distributed.get_rank(self.ulysses_parallel_group) * len(logits)
+        mine = (rows >= first) & (rows < first + len(logits))
+        log_probs = TargetLogprobs.apply(logits, rows[mine] - first, targets[mine])
+        return OfAllPositions.apply(log_probs, mine, self.ulysses_parallel_group)
 
     def optimizer_zero_grad(self):
         # verl clears gradients when anything raises in train mode; a failed batch must not take earlier ones along.

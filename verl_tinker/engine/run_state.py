@@ -5,6 +5,7 @@ Owns saving and loading of optimizer state, independent of the number of ranks. 
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,10 +35,10 @@ class RunState:
         return torch.optim.AdamW(list(self.parameters.values()), lr=0.0, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
 
     @contextmanager
-    def gradient_transaction(self, group):
+    def gradient_transaction(self):
         """Add the gradient of one forward_backward as a whole, or, if it raises, nothing at all.
 
-        Adapter gradients, which FSDP does not see, are averaged over `group` like FSDP's own.
+        Adapter gradients, which FSDP does not see, are averaged over all ranks like FSDP's own.
         """
         before = {n: p.grad for n, p in self.parameters.items()}
         for p in self.parameters.values():
@@ -45,8 +46,8 @@ class RunState:
         try:
             yield
             if self.adapter is not None:
-                self._average_gradients(group)
-            self._check_gradients(group)
+                self._average_gradients()
+            self._check_gradients()
         except BaseException:
             for n, p in self.parameters.items():
                 p.grad = before[n]
@@ -55,27 +56,28 @@ class RunState:
             if before[n] is not None:
                 p.grad = before[n] if p.grad is None else p.grad.add_(before[n])
 
-    def _average_gradients(self, group) -> None:
-        if torch.distributed.get_world_size(group) == 1:
+    def _average_gradients(self) -> None:
+        ranks = torch.distributed.get_world_size()
+        if ranks == 1:
             return
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters.values()]
         flat = torch.cat([g.reshape(-1) for g in grads])
-        torch.distributed.all_reduce(flat, group=group)
-        flat /= torch.distributed.get_world_size(group)
+        torch.distributed.all_reduce(flat)
+        flat /= ranks
         for p, piece in zip(self.parameters.values(), flat.split([g.numel() for g in grads])):
             p.grad = piece.view_as(p).clone()
 
-    def _check_gradients(self, group) -> None:
+    def _check_gradients(self) -> None:
         """Raise on every rank when any rank's share holds a number that is not finite."""
         local = [_local(g) for p in self.parameters.values() if (g := p.grad) is not None]
         bad = torch.tensor(float(not all(bool(torch.isfinite(g).all()) for g in local)), device=local[0].device if local else "cpu")
-        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
         if bad:
             raise UserError("data: the gradient of this batch is not finite, so nothing of it was added; look for "
                             "logprobs far below the model's own, whose ratio overflows, and for huge advantages or weights")
 
     @torch.no_grad()
-    def update_norm(self, moved: list[torch.nn.Parameter], adam: AdamParams, group) -> float:
+    def update_norm(self, moved: list[torch.nn.Parameter], adam: AdamParams) -> float:
         """The L2 norm of what the step just made has added to `moved`, over all ranks.
 
         From AdamW's formula, moment by moment, since keeping the weights from before would double their memory.
@@ -92,8 +94,8 @@ class RunState:
                 change.add_((_local(p) + change).mul_(lr * decay / (1 - lr * decay)))
             total += float(change.double().square().sum())
         if any(isinstance(p, DTensor) for p in moved):
-            shares = torch.tensor(total, device=_local(moved[0]).device, dtype=torch.float64)
-            torch.distributed.all_reduce(shares, group=group)
+            shares = torch.tensor(total / _copies(moved[0]), device=_local(moved[0]).device, dtype=torch.float64)
+            torch.distributed.all_reduce(shares)
             total = float(shares)
         return total**0.5
 
@@ -141,6 +143,11 @@ class RunState:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _copies(p: DTensor) -> int:
+    """How many ranks have the same share of a parameter: more than one where groups of ranks each have it all."""
+    return math.prod(size for size, placement in zip(p.device_mesh.shape, p.placements) if placement.is_replicate())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ class TeacherSettings:
 class EngineSettings:
     """`verl_config` is verl's actor_rollout_ref section; `model_folder` holds the base model's weights.
 
-    `mode` auto lets the first run decide between an adapter and full fine-tuning. `replica` is vLLM in one process, or
+    Each sequence is shared by `sequence_parallel` of the trainer's workers. `mode` auto lets the first run decide between an adapter and full fine-tuning. `replica` is vLLM in one process, or
     verl's own replicas; with `takes_turns` one side's memory is given to the other. `rollout_replicas` 0 is as many as fit
     on the trainer's GPUs, on those; otherwise they have GPUs of their own. In one process 0 is one. `rollout_args` are vLLM's arguments in one process. `roles` are what a cluster must have
     room for. `profiled_requests` numbers the training requests that are traced. `timeout_s` bounds each wait for a worker's answer, `start_timeout_s` the
@@ -54,6 +54,7 @@ class EngineSettings:
     work_folder: Path
     n_workers_per_node: int = 1
     nnodes: int = 1
+    sequence_parallel: int = 1
     mode: Literal["auto", "lora", "full"] = "auto"
     lora_alpha: float = 32.0
     max_lora_rank: int = 128

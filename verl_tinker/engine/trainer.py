@@ -56,7 +56,7 @@ class Trainer:
 
     @property
     def dp_size(self) -> int:
-        return self.group.world_size
+        return self.group.world_size // self.settings.sequence_parallel
 
     async def call(self, method: str, *args) -> Any:
         """A command to every rank; rank 0's answer."""

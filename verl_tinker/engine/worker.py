@@ -114,7 +114,7 @@ class TinkerWorker(TinkerActorRolloutRefWorker):
             })
             moving = [p for p in run.parameters.values() if p.grad is not None]
             norm = self.engine.optimizer_step()
-            update = run.update_norm(moving, adam, self.engine.get_data_parallel_group())
+            update = run.update_norm(moving, adam)
         if not torch.isfinite(torch.tensor(norm)):
             raise EngineError(f"the gradient's norm is {norm}; the step was not applied and the gradient is cleared")
         return {"grad_norm": norm, "update_norm": update, "learning_rate": adam.learning_rate,

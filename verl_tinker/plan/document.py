@@ -33,6 +33,8 @@ RUN = {
     "configs/distill/cpu.yaml": _RUN_HERE,
     "configs/quick_start/actor_rollout.yaml": _LOGICAL,
     "configs/quick_start/actor_rollout_ref.yaml": _LOGICAL,
+    "configs/advance/long_context.yaml": "never on a GPU; sequences shared by two workers without one "
+                                         "(`tests/engine/test_two_workers.py`)",
 }
 
 _HEAD = """# Presets
@@ -166,8 +168,8 @@ def _verl() -> str:
         _table(["keys", "why"], rows(honoured.UNUSED_ON_CPU)),
         "\n## verl's keys that are refused\n", "A server does not start with another value than verl's own.\n",
         _table(["keys", "why"], rows(refused)),
-        "\nAlso refused at the start, and nowhere else: strategies other than FSDP2, engines other than vLLM, and GPUs that "
-        "share a sequence (Ulysses, context parallelism); without a GPU `distillation.strict_pack` for a teacher with several replicas. "
+        "\nAlso refused at the start, and nowhere else: strategies other than FSDP2, and engines "
+        "other than vLLM; without a GPU `distillation.strict_pack` for a teacher with several replicas. "
         "Of `global_profiler`, tools other than torch and `profile_continuous_steps` are refused always."])
 
 
