@@ -6,7 +6,7 @@ TESTS ?= tests
 LOCK := .venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links --extra test
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo serve test test-fast test-harbor test-full test-matrix docs lock
+.PHONY: help setup demo serve test test-fast test-harbor test-full test-matrix bench docs lock
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 12
@@ -35,6 +35,9 @@ test-full: setup  ## all tests, the long forms too, but the matrix of SDK versio
 
 test-matrix: setup  ## every SDK version from 0.19 on, each in its own environment, with each flag on and off
 	$(PYTHON) -m pytest tests/matrix -m "matrix or not matrix"
+
+bench: setup  ## measure anew what docs/performance.md and docs/numerics.md show; most of an hour on an idle machine
+	set -e; for table in performance load prefix runs_and_versions request_path numerics; do $(PYTHON) bench/$$table.py; done
 
 docs: setup  ## the documentation as a site, in build/site
 	$(PYTHON) -m mkdocs build

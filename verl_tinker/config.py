@@ -278,12 +278,14 @@ def _check_layer(layer: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 @functools.cache
 def _verl_defaults(strategy: str) -> dict[str, Any]:
-    """verl's own default tree for the engine that trains; to be read only."""
+    """verl's own defaults for the engine that trains, of the sections that concern a server; to be read only."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     with initialize_config_dir(str(schema.verl_folder() / "trainer" / "config"), version_base=None):
-        return OmegaConf.to_container(compose("ppo_trainer", overrides=[f"model_engine={ENGINES[strategy][0]}"]))
+        whole = OmegaConf.to_container(compose("ppo_trainer", overrides=[f"model_engine={ENGINES[strategy][0]}"]))
+    # The others, of programs that own their loss and reward, are a third of what each preset would be laid over.
+    return {name: whole[name] for name in ("actor_rollout_ref", "data", "algorithm", "distillation", "trainer", "global_profiler")}
 
 
 def _as_actor(ref: Any) -> Any:

@@ -43,6 +43,13 @@ def test_a_failure_of_one_rank_alone_is_reported_and_asks_for_a_new_start(pair, 
     assert pair.do(numerics.gradient_gap(pair.engine, True, Path(pair.settings.work_folder), "after")) < 1e-5
 
 
+def test_ranks_that_each_hold_all_weights_count_once(engines, tmp_path):
+    copies = engines.get("trainer.n_gpus_per_node=2", "cpu.threads=1", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
+                         rollout=False)
+    gaps = copies.do(numerics.training_gaps(copies.engine, False, tmp_path, "copies"))
+    assert gaps["weights after 3 AdamW steps"] < 1e-4 and gaps["update norm, relative"] < 1e-4, gaps
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_ranks_that_share_each_sequence_equal_plain_torch(sharing, tmp_path, lora):
     assert sharing.do(numerics.gradient_gap(sharing.engine, lora, tmp_path, f"g{lora}")) < 1e-5
