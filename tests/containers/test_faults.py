@@ -12,10 +12,13 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(600)]
 SOLVED = ("--scripted", str(HARBOR / "examples" / "scripts" / "median_solved.json"))
 
 
-def wait_for(condition, seconds: float = 120):
+def wait_for(condition, process, seconds: float = 240):
+    """What `condition` finds while the run goes on; a run that ends before, or takes too long, shows what it said."""
     limit = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < limit, "the condition did not come true in time"
+        if time.monotonic() > limit or process.poll() is not None:
+            process.send_signal(signal.SIGTERM)
+            raise AssertionError(f"it did not come to that:\n{process.communicate(timeout=60)[0][-4000:]}")
         time.sleep(0.2)
     return found
 
@@ -35,7 +38,7 @@ def check_named(run, cause: str) -> None:
 def test_a_sandbox_that_dies_in_mid_episode(chain, server):
     before = containers()
     process = chain.start("rollout", "--base-url", server, *SOLVED)
-    (sandbox,) = wait_for(lambda: playing(before))
+    (sandbox,) = wait_for(lambda: playing(before), process)
     docker("kill", sandbox)
     check_named(chain.ended(process), "sandbox_died")
 
@@ -43,7 +46,7 @@ def test_a_sandbox_that_dies_in_mid_episode(chain, server):
 def test_ctrl_c_in_mid_episode(chain, server):
     before = containers()
     process = chain.start("rollout", "--base-url", server, *SOLVED)
-    wait_for(lambda: playing(before))
+    wait_for(lambda: playing(before), process)
     process.send_signal(signal.SIGINT)
     assert chain.ended(process).code == 130 and containers() == before
 
@@ -51,8 +54,9 @@ def test_ctrl_c_in_mid_episode(chain, server):
 def test_what_a_killed_run_left_is_closed_by_the_next(chain, server):
     before = containers()
     process = chain.start("rollout", "--base-url", server, *SOLVED)
-    (sandbox,) = wait_for(lambda: playing(before))
-    client = wait_for(lambda: [line.split()[0] for line in os.popen(f"pgrep -f -- '-m harbor_env.client .*{chain.root}'")])
+    (sandbox,) = wait_for(lambda: playing(before), process)
+    client = wait_for(lambda: [line.split()[0] for line in os.popen(f"pgrep -f -- '-m harbor_env.client .*{chain.root}'")],
+                      process)
     for pid in client:
         os.kill(int(pid), signal.SIGKILL)
     chain.ended(process)

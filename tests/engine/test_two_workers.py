@@ -43,6 +43,7 @@ def test_a_failure_of_one_rank_alone_is_reported_and_asks_for_a_new_start(pair, 
     assert pair.do(numerics.gradient_gap(pair.engine, True, Path(pair.settings.work_folder), "after")) < 1e-5
 
 
+@pytest.mark.full
 def test_ranks_that_each_hold_all_weights_count_once(engines, tmp_path):
     copies = engines.get("trainer.n_gpus_per_node=2", "cpu.threads=1", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1",
                          rollout=False)

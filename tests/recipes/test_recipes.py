@@ -215,6 +215,7 @@ def test_self_distillation(recipes):
     check_student(recipes, calls[0], None)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_reverse_self_distillation(recipes):
     """The same by a custom loss, and with a teacher that becomes the student of the last step."""

@@ -22,7 +22,7 @@ FLAGS = {
 # Full fine-tuning first: it wants the workers to itself, and distillation leaves its session open when it exits.
 NAMES = ["sft_tulu3", "sft_norobot", "sft_norobot_no_rollout", "rl_gsm8k", "sft_rl_gsm8k", "sdft_single_task",
          "topk_distillation", "opd_deepmath", "opd_multi_teacher"]
-SHORT = {"sft_norobot", "rl_gsm8k", "topk_distillation", "opd_multi_teacher"}
+SHORT = {"rl_gsm8k", "opd_multi_teacher"}
 
 
 @pytest.mark.timeout(400)

@@ -76,6 +76,7 @@ FAULTS = {
     "breaks": ("job_failed", "no such option: -c"), "sleeps": ("agent_silent", "after 1 answers")}
 
 
+@pytest.mark.full
 def test_grpo_learns_from_what_was_scored_and_names_the_rest(folder_of):
     words = ["solved", *FAULTS, "unsolved"]
     folder = folder_of(" ".join(words), runtime={"client": {"silence_seconds": 4}})
