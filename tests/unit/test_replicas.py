@@ -11,12 +11,18 @@ import ray
 
 from verl_tinker.core.errors import EngineError, UserError, WorkerDied
 from verl_tinker.core.types import Drawn, SampledSequence, SampleRequest, SampleResult, SamplingParams
+from verl_tinker.engine import replicas
 from verl_tinker.engine.replicas import Launch, Replicas, Told
 
 pytestmark = pytest.mark.timeout(60)
 
 
 DEADLY = np.array([2])
+
+
+@pytest.fixture(autouse=True)
+def deaths_show_at_once(monkeypatch):
+    monkeypatch.setattr(replicas, "_SETTLE_S", 0.0)
 
 
 def ask(affinity: str = "") -> SampleRequest:
@@ -29,6 +35,9 @@ class Server:
     def __init__(self, number: int):
         self.number = number
         self.is_dead = False
+        # As with vLLM, whose own watch takes a moment to see that one of its processes died.
+        self.shows = asyncio.Event()
+        self.shows.set()
         self.held = asyncio.Event()
         self.held.set()
         self.holds: set[int] = set()
@@ -42,7 +51,8 @@ class Server:
             raise ray.exceptions.RayActorError(error_msg="killed")
 
     async def _ping(self):
-        await self._alive()
+        if self.shows.is_set():
+            await self._alive()
 
     async def _sample(self, request, version):
         self.is_dead = self.is_dead or request.prompt is DEADLY
@@ -69,6 +79,7 @@ class World:
         self.versions: list[int] = []
         self.closed: list[int] = []
         self.start_fails = False
+        self.start_takes = 0.0
         self.replicas = Replicas("the sampler", count, Launch(self.build, self.start, self.restore), 5, 5, **options)
 
     def build(self, rank):
@@ -86,6 +97,7 @@ class World:
     async def start(self, replica):
         if self.start_fails:
             raise RuntimeError("no room")
+        await asyncio.sleep(self.start_takes)
 
     async def restore(self, replicas, rank):
         for version in self.versions:
@@ -155,6 +167,22 @@ def test_with_one_replica_requests_wait_for_the_new_one():
         await world.replicas.start()
         world.servers[0].is_dead = True
         assert await asyncio.gather(*(world.replicas.generate(ask(), 0) for _ in range(3))) == [1, 1, 1]
+
+    run(test)
+
+
+def test_deaths_of_all_at_once_are_one_attempt_also_where_they_show_late(monkeypatch):
+    monkeypatch.setattr(replicas, "_SETTLE_S", 0.1)
+
+    async def test():
+        world = World(2)
+        await world.replicas.start()
+        world.start_takes = 0.2
+        for server in world.servers:
+            server.is_dead = True
+            server.shows.clear()
+            asyncio.get_running_loop().call_later(0.02, server.shows.set)
+        assert await world.replicas.generate(ask(), 0) in (2, 3)
 
     run(test)
 

@@ -35,6 +35,7 @@ _MOST_DEATHS, _DEATHS_WINDOW_S = 3, 1800.0
 # A request leaves the replica of its session, which has its prefix, once that has so many more to do than another.
 _SLACK = 8
 _PING_S = 60.0
+_SETTLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class Replicas:
                 error = death
                 if told is not None and not told.again(request):
                     break
-                # What killed this one may have killed others that nobody has asked since, and those are no attempts.
+                # What killed this one may have killed others, which takes a moment to show, and those are no attempts.
+                await asyncio.sleep(_SETTLE_S)
                 with suppress(TinkerError):
                     await self.check()
             finally:
