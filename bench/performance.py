@@ -170,7 +170,8 @@ def page(calls: dict, trained: list, sampled: dict, saves: list[float]) -> str:
               "| weights, requests at once | through the SDK | vLLM directly | ratio |", "|---|---|---|---|"]
     lines += [_row(key, pairs) for key, pairs in sampled.items()]
     lines += ["", "## Training, tokens a second, forward_backward (target: ratio 0.95)", "",
-              "The other side is transformers + peft in one process, with the same threads and allocator settings.", "",
+              "The other side is transformers + peft in one process, with the same threads and allocator settings. All sequences have one",
+              "length, so that neither side pads, and the trainer's attention takes neighbours of one length together.", "",
               "| batch | through the SDK | transformers + peft | ratio |", "|---|---|---|---|",
               _row(f"{SEQUENCES} x {LENGTH}", trained), "",
               "## From save_weights_for_sampler to the first token", "",

@@ -40,11 +40,12 @@ class TeacherSettings:
 class EngineSettings:
     """`verl_config` is verl's actor_rollout_ref section; `model_folder` holds the base model's weights.
 
-    Each sequence is shared by `sequence_parallel` of the trainer's workers. `mode` auto lets the first run decide between an adapter and full fine-tuning. `replica` is vLLM in one process, or
-    verl's own replicas; with `takes_turns` one side's memory is given to the other. `rollout_replicas` 0 is as many as fit
-    on the trainer's GPUs, on those; otherwise they have GPUs of their own. In one process 0 is one. `rollout_args` are vLLM's arguments in one process. `roles` are what a cluster must have
-    room for. `profiled_requests` numbers the training requests that are traced. `timeout_s` bounds each wait for a worker's answer, `start_timeout_s` the
-    start of one.
+    Each sequence is shared by `sequence_parallel` of the trainer's workers. `mode` auto lets the first run decide between
+    an adapter and full fine-tuning. `replica` is vLLM in one process, or verl's own replicas; with `takes_turns` one
+    side's memory is given to the other. `rollout_replicas` 0 is as many as fit on the trainer's GPUs, on those; otherwise
+    they have GPUs of their own. In one process 0 is one. `rollout_args` are vLLM's arguments in one process. `roles` are
+    what a cluster must have room for. `profiled_requests` numbers the training requests that are traced. `timeout_s`
+    bounds each wait for a worker's answer, `start_timeout_s` the start of one.
     """
 
     device: Literal["cpu", "cuda"]
